@@ -114,9 +114,12 @@ impl<W> Turns<W> {
 
     /// Ends a call. [`Self::next`] has to follow until it returns `None`.
     pub(super) fn end(&mut self, Needs { thread, file }: Needs) {
-        if let Some(turns) = file.and_then(|file| self.files.get_mut(&file)) {
-            turns.is_in_use = false;
-            self.drop_unused_files();
+        if let Some(file) = file {
+            if self.waiting.iter().any(|(needs, _)| needs.file == Some(file)) {
+                self.files.entry(file).or_default().is_in_use = false;
+            } else {
+                self.files.remove(&file);
+            }
         }
         match thread {
             Thread::Unlimited => {}
@@ -128,18 +131,25 @@ impl<W> Turns<W> {
     /// Starts one of the calls that wait and can run: the first one, but of ends one of an owner with the fewest threads, and of calls
     /// that work on the same file one of the user who was served longest ago.
     pub(super) fn next(&mut self) -> Option<(Needs, W)> {
-        let first = self.first_by_key(|needs| self.rank(needs.thread))?;
-        let file = self.waiting.get(first)?.0.file;
-        let at = self.first_by_key(|needs| (needs.file != file, self.last_of(*needs)));
-        let (needs, waiter) = self.waiting.remove(at.filter(|_| file.is_some()).unwrap_or(first))?;
+        let first = self.first_by_key(|_| true, |needs| self.rank(needs.thread))?;
+        let at = match self.waiting.get(first)?.0.file {
+            None => first,
+            file => self.first_by_key(|needs| needs.file == file, |needs| self.last_of(*needs))?,
+        };
+        let (needs, waiter) = self.waiting.remove(at)?;
         self.take(needs);
         Some((needs, waiter))
     }
 
-    /// The index of the first call with the least key, of those that wait and can run.
-    fn first_by_key<K: Ord>(&self, key: impl Fn(&Needs) -> K) -> Option<usize> {
-        let calls = self.waiting.iter().enumerate().filter(|(_, (needs, _))| self.can_run(*needs));
-        calls.min_by_key(|(at, (needs, _))| (key(needs), *at)).map(|(at, _)| at)
+    /// The index of the first call with the least key, of the chosen ones that can run.
+    fn first_by_key<K: Ord>(
+        &self,
+        is_chosen: impl Fn(&Needs) -> bool,
+        key: impl Fn(&Needs) -> K,
+    ) -> Option<usize> {
+        let calls = self.waiting.iter().enumerate();
+        let can_run = calls.filter(|(_, (needs, _))| is_chosen(needs) && self.can_run(*needs));
+        can_run.min_by_key(|(at, (needs, _))| (key(needs), *at)).map(|(at, _)| at)
     }
 
     /// The number of the last call of the same user that worked on the same file.
@@ -151,10 +161,6 @@ impl<W> Turns<W> {
     /// Forgets calls that wait.
     pub(super) fn forget(&mut self, is_canceled: impl Fn(&W) -> bool) {
         self.waiting.retain(|(_, waiter)| !is_canceled(waiter));
-        self.drop_unused_files();
-    }
-
-    fn drop_unused_files(&mut self) {
         let waiting = &self.waiting;
         let is_awaited = |file: &FileId| waiting.iter().any(|(needs, _)| needs.file == Some(*file));
         self.files.retain(|file, turns| turns.is_in_use || is_awaited(file));
