@@ -94,8 +94,9 @@ pub struct LimitArgs {
     /// Open streams of answers of one user: Scan, Diff, Changes, Watch and WatchCheckpoints
     #[arg(long, value_name = "N", default_value_t = Limits::default().streams_per_user)]
     pub max_streams_per_user: u32,
-    /// Memory of the service for requests that one user has not completed and answers that it has not read, in bytes. Beyond it,
-    /// calls are refused. As much for its streams, beyond one message of each; further messages wait [default: RAM/64]
+    /// Memory of the service for requests that one user has not completed and answers that it has not read, in bytes: at least 8 KiB
+    /// of each call in progress. Beyond it, calls are refused. As much for its streams, beyond one message of each; further messages
+    /// wait [default: RAM/64]
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..))]
     pub max_buffered_bytes_per_user: Option<u64>,
     /// Pages in one Lookup, at most 16384, so that requests stay below 256 KiB and answers below 1 MiB
@@ -159,6 +160,7 @@ impl LimitArgs {
     #[must_use]
     pub fn limits(&self) -> Limits {
         let default = Limits::default();
+        let shared_bytes_per_user = self.max_shared_snapshot_bytes.unwrap_or(default.shared_bytes_per_user);
         Limits {
             allocated: AllocatedLimits {
                 per_user: self.max_allocated_bytes_per_user.unwrap_or(default.allocated.per_user),
@@ -178,11 +180,10 @@ impl LimitArgs {
             retained_per_user: self.max_retained_snapshots_per_user,
             state_bytes_per_user: self.max_state_bytes_per_user.unwrap_or(default.state_bytes_per_user),
             retain_for: Duration::from_secs(self.max_retain_seconds),
-            shared_bytes_per_user: self.max_shared_snapshot_bytes.unwrap_or(default.shared_bytes_per_user),
+            shared_bytes_per_user,
             shared_bytes_of_users: self
                 .max_shared_snapshot_bytes_of_users
-                .unwrap_or(default.shared_bytes_of_users)
-                .max(self.max_shared_snapshot_bytes.unwrap_or(0)),
+                .unwrap_or_else(|| default.shared_bytes_of_users.max(shared_bytes_per_user)),
             shared_per_user: self.max_shared_snapshots_per_user,
             tracked_per_user: self.max_tracked_per_user,
             page_table_bytes_per_user: self
@@ -225,6 +226,19 @@ mod tests {
         assert_eq!(config.fdpass_path(), PathBuf::from("/x/fdpass.sock"));
         assert_eq!(config.limits.limits(), Limits::default());
         assert!(Config::try_parse_from(["fdmapd", "--tls-cert", "x"]).is_err(), "--tls-cert requires --tcp");
+    }
+
+    #[test]
+    fn limit_of_shared_snapshots_of_all_users_is_as_requested() {
+        const LARGE: u64 = 1 << 50;
+        let of_users = |options: &[&str]| {
+            let config = Config::parse_from([&["fdmapd"], options].concat());
+            config.limits.limits().shared_bytes_of_users
+        };
+        let large = LARGE.to_string();
+        assert_eq!(of_users(&["--max-shared-snapshot-bytes", &large]), LARGE, "one user may have as much");
+        let smaller = ["--max-shared-snapshot-bytes", &large, "--max-shared-snapshot-bytes-of-users", "4096"];
+        assert_eq!(of_users(&smaller), 4096);
     }
 
     #[test]
