@@ -68,3 +68,43 @@ where
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use tonic::{Code, Status};
+    use tower::{ServiceExt as _, service_fn};
+
+    use super::*;
+    use crate::files::{Caller, Quotas};
+    use crate::rpc::buffers::tests::buffers;
+
+    #[tokio::test]
+    async fn call_beyond_the_limit_of_its_user_does_not_take_effect() {
+        let (calls, buffers) = (AtomicUsize::new(0), buffers(16 << 10, 0));
+        let (caller, connections) =
+            (Caller::new(7, 7, Vec::new(), 1), Quotas::new(16).quota("connections", 1));
+        let permit = connections.acquire(&caller, 1).unwrap();
+        let peer = PeerInfo::new(caller, permit, Arc::clone(&buffers));
+        let handle = |_: Request<Body>| {
+            calls.fetch_add(1, Ordering::Relaxed);
+            std::future::ready(Ok::<_, Status>(Response::new(Body::new("answer".to_owned()))))
+        };
+        let answer = || {
+            let mut request = Request::new(Body::empty());
+            request.extensions_mut().insert(peer.clone());
+            BoundBodies.layer(service_fn(handle)).oneshot(request)
+        };
+        // All but what is reserved for one answer.
+        let unread = buffers.charge(8 << 10).unwrap();
+        let first = answer().await.unwrap();
+        let refused = answer().await.unwrap();
+        let status = Status::from_header_map(refused.headers()).unwrap();
+        assert_eq!((status.code(), calls.load(Ordering::Relaxed)), (Code::ResourceExhausted, 1));
+        drop((unread, first));
+        assert!(Status::from_header_map(answer().await.unwrap().headers()).is_none());
+        assert_eq!(calls.load(Ordering::Relaxed), 2);
+    }
+}

@@ -34,6 +34,15 @@ pub struct PeerInfo {
 }
 
 impl PeerInfo {
+    pub(super) fn new(caller: Caller, permit: QuotaPermit, buffers: Arc<Buffers>) -> Self {
+        Self {
+            caller,
+            _permit: Arc::new(permit),
+            unsent: Arc::new(Unsent::new(Arc::clone(&buffers))),
+            unreceived: Unreceived::new(buffers),
+        }
+    }
+
     /// The answers that wait to be written to the connection.
     pub(super) fn unsent(&self) -> Arc<Unsent> {
         Arc::clone(&self.unsent)
@@ -150,15 +159,9 @@ impl TlsPeerStream {
 impl<S> PeerConnection<S> {
     fn open(stream: S, peer: Peer, revocation: Revocation) -> Self {
         let Peer { caller, permit, buffers } = peer;
-        let buffers = Arc::new(buffers);
         let timeout = Box::pin(tokio::time::sleep(PREFACE_TIMEOUT));
         let preface = Some(PrefaceDeadline { missing: PREFACE_BYTES, timeout });
-        let info = PeerInfo {
-            caller,
-            _permit: Arc::new(permit),
-            unsent: Arc::new(Unsent::new(Arc::clone(&buffers))),
-            unreceived: Unreceived::new(buffers),
-        };
+        let info = PeerInfo::new(caller, permit, Arc::new(buffers));
         Self { stream, info, preface, revocation }
     }
 }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use fdmap_client::Client;
 use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::AttributeSet;
+use fdmap_proto::v1::files_client::FilesClient;
 use fdmap_proto::v1::pages_client::PagesClient;
 use fdmap_proto::{Access, v1};
 use fdmap_sys::fd;
@@ -107,6 +108,12 @@ fn lists(service: &Service) -> bool {
     fdmap_as(service, ATTACKER).unwrap().arg("ls").output().unwrap().status.success()
 }
 
+#[track_caller]
+fn assert_refused(status: &Status) {
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+    assert!(status.message().contains("bytes of unread answers and incomplete requests; "), "{status}");
+}
+
 /// Leaves answers unread. Asserts that the service has at most `max_bytes` of memory, and returns how many calls were refused.
 async fn assert_bounded<Q, A>(
     service: &Service,
@@ -119,24 +126,30 @@ where
     Q: Message + 'static,
     A: Message + Default + 'static,
 {
+    let reader = unread::channel(connect_as(ATTACKER, &service.endpoint()), [1 << 20; 2]).await;
     let (held, refused) = call_unread::<Q, A>(service, path, request).await;
     let bytes = await_bytes(service, max_bytes).await;
     let number = refused.len();
     println!("{path}: {} answers are unread, {number} calls refused: {} MiB", held.len(), bytes >> 20);
     assert!(bytes <= max_bytes, "{path}: {bytes} bytes");
-    for status in refused {
-        assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
-        assert!(status.message().contains("bytes of unread answers and incomplete requests; "), "{status}");
-    }
+    refused.iter().for_each(assert_refused);
     tokio::task::block_in_place(|| attack::assert_served(victim, path));
     // Other calls of the user, too.
     assert_eq!(lists(service), number == 0);
+    let name = "refused".to_owned();
+    let mut files = FilesClient::new(reader);
+    if number > 0 {
+        let create = v1::CreateRequest { name: name.clone(), size_bytes: PAGE, ..Default::default() };
+        assert_refused(&files.create(create).await.unwrap_err());
+    }
     drop(held);
     let began = Instant::now();
     while !lists(service) {
         assert!(began.elapsed() < Duration::from_secs(10), "{path}: answers of calls that ended count");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+    let created = files.get(v1::GetRequest { file: Some(named(&name).into()) }).await;
+    assert_eq!(created.unwrap_err().code(), Code::NotFound, "the refused call took effect");
     number
 }
 
