@@ -97,6 +97,8 @@ fn wire_formats_lists_every_fdpass_operation() {
 fn wire_formats_lists_every_limit_with_its_default() {
     let help = output("fdmapd", &["--help"]);
     let (_, limits) = help.split_once("\nLimits:\n").expect("fdmapd --help has limits");
+    // A default may be on two lines.
+    let limits = &limits.split_whitespace().collect::<Vec<_>>().join(" ");
     let rows = table(&text("docs/wire-formats.md"), "\nOptions of `fdmapd` set the limits");
     let options: BTreeSet<_> =
         words(limits, "--max-").into_iter().filter(|word| limits.contains(&format!("{word} <"))).collect();
