@@ -43,6 +43,14 @@ pub(super) fn add(user: u32, child: Child, exclusion: Option<Exclusion>) {
     }
 }
 
+/// Kills a process that was added, if it is not reaped.
+pub(super) fn kill(pid: u32) {
+    if let Some(process) = lock().processes.iter_mut().find(|process| process.child.id() == pid) {
+        // Fails only if it was reaped elsewhere.
+        let _ = process.child.kill();
+    }
+}
+
 /// True if another process may be started for `user`: the user, and all users together, do not have too many that do not end.
 pub(super) fn may_start(user: u32) -> bool {
     let mut ending = lock();

@@ -37,7 +37,8 @@ pub(super) struct Link {
     control: OwnedFd,
     user: u32,
     pid: u32,
-    /// `None`: a thread of this process, or a process that is reaped elsewhere.
+    worker: Worker,
+    /// `None`: a thread of this process, or a process that [`ending`] reaps.
     child: Option<Child>,
     /// Of the calls of the process.
     exclusion: Option<Exclusion>,
@@ -66,6 +67,7 @@ impl Link {
                 control,
                 user,
                 pid: std::process::id(),
+                worker,
                 child: None,
                 exclusion: None,
                 retired: false,
@@ -79,7 +81,8 @@ impl Link {
             .start()
             .call(|| format!("execve of /proc/self/exe {} {user}", process::ARGUMENT))?;
         let pid = child.id();
-        let mut link = Self { control, user, pid, child: Some(child), exclusion: None, retired: false };
+        let mut link =
+            Self { control, user, pid, worker, child: Some(child), exclusion: None, retired: false };
         if let Some(counter) = counter {
             let name = random_id(Some);
             link.exclusion = Some(Exclusion { counter: Arc::clone(&counter), name });
@@ -95,10 +98,19 @@ impl Link {
     /// The holder has got [`Control::Quit`]: it ends when its userfaultfds are closed, unless it gets another message before. `None`: it is
     /// a thread.
     pub(super) fn retire(mut self) -> Option<Self> {
-        let child = self.child.take()?;
-        ending::add(self.user, child, self.exclusion.take());
+        if self.worker == Worker::Thread {
+            return None;
+        }
+        self.reap_when_ended();
         self.retired = true;
         Some(self)
+    }
+
+    /// [`ending`] has one that was retired before.
+    fn reap_when_ended(&mut self) {
+        if let Some(child) = self.child.take() {
+            ending::add(self.user, child, self.exclusion.take());
+        }
     }
 
     /// True if the end of the holder is no incident: it was asked to end.
@@ -157,11 +169,13 @@ impl Link {
 
     /// Kills the process. It ends when nothing blocks it.
     pub(super) fn kill(&mut self) {
-        if let Some(mut child) = self.child.take() {
+        match &mut self.child {
             // Fails only if the process was reaped.
-            let _ = child.kill();
-            ending::add(self.user, child, self.exclusion.take());
+            Some(child) => drop(child.kill()),
+            None if self.worker == Worker::Process => ending::kill(self.pid),
+            None => {}
         }
+        self.reap_when_ended();
     }
 }
 
@@ -171,8 +185,6 @@ impl Drop for Link {
         if let Err(error) = self.send_now(Control::Quit, &[]) {
             tracing::debug!(error = error_chain(&error), "a holder of userfaultfds has no message to end");
         }
-        if let Some(child) = self.child.take() {
-            ending::add(self.user, child, self.exclusion.take());
-        }
+        self.reap_when_ended();
     }
 }
