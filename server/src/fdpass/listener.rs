@@ -92,12 +92,7 @@ fn start_session(
     let caller = Caller::new(peer.uid, peer.gid, peer.groups, service.uid);
     let permit = match service.sessions.acquire(&caller, 1) {
         Ok(permit) => permit,
-        Err(error) => {
-            if let Some(omitted) = REFUSED.permit() {
-                tracing::warn!(error = error_chain(&error), omitted, "refusing an fdpass connection");
-            }
-            return;
-        }
+        Err(error) => return log_refused(&error),
     };
     let process = fdmap_sys::peer::process(connection.socket()).unwrap_or_else(|error| {
         if let Some(omitted) = UNKNOWN.permit() {
@@ -111,6 +106,10 @@ fn start_session(
     });
     let from = Peer::new(u32::try_from(peer.pid).unwrap_or(0), process);
     let mut session = Session::new(Arc::clone(service), caller, from);
+    // The first packet of each connection can bring userfaultfds.
+    if let Err(error) = session.check_closing() {
+        return log_refused(&error);
+    }
     let receivers = Arc::clone(receivers);
     tokio::spawn(async move {
         let pid = peer.pid;
@@ -131,6 +130,12 @@ fn start_session(
             tracing::debug!(pid, error = error_chain(&error), "fdpass session aborted");
         }
     });
+}
+
+fn log_refused(error: &dyn std::error::Error) {
+    if let Some(omitted) = REFUSED.permit() {
+        tracing::warn!(error = error_chain(error), omitted, "refusing an fdpass connection");
+    }
 }
 
 fn log_unreceived(error: &ReceiverError) {

@@ -97,6 +97,14 @@ impl Session {
         self.open
     }
 
+    /// Fails if the user can pass no further userfaultfd.
+    ///
+    /// # Errors
+    /// [`OperationError::Closing`]
+    pub(super) fn check_closing(&self) -> Result<(), OperationError> {
+        if self.holder.is_full() { Err(OperationError::Closing) } else { Ok(()) }
+    }
+
     /// Performs the operation of one packet. The future may be dropped at any time, also before the first poll: the last close of a
     /// userfaultfd is not made here.
     pub fn handle<'a>(
@@ -126,9 +134,9 @@ impl Session {
     }
 
     async fn result_of(&mut self, packet: Packet<'_>, descriptors: PassedDescriptors) -> OperationResult {
+        // Whatever the packet asks for, also if it is invalid: each one can bring other userfaultfds.
+        self.check_closing()?;
         match decode_packet(packet, self.open) {
-            // Whatever the packet asks for: each one can bring another userfaultfd.
-            Ok(_) if self.holder.is_full() => Err(OperationError::Closing),
             Ok(operation) if packet.foreign_descriptors => Err(foreign_descriptors(&operation)),
             Ok(operation) => self.perform(operation, descriptors).await,
             Err(error) => Err(error.into()),

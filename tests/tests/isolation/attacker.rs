@@ -23,7 +23,7 @@ use fdmap_tests::service::{Service, named};
 use fdmap_tests::victim::become_user;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 
-use super::{invalid_requests, stopped_holders};
+use super::{invalid_requests, stopped_holders, unclosed_userfaultfds};
 
 const ARGUMENT: &str = "attacker";
 const PAGE: u64 = 4096;
@@ -74,6 +74,7 @@ async fn serve(endpoint: &Endpoint, user: &str) {
             "files" => kept.create_files(endpoint, count).unwrap(),
             "memory" => kept.fill_file(endpoint, count).unwrap(),
             "refused-userfaultfds" => stopped_holders::pass_refused_userfaultfds(endpoint, count).unwrap(),
+            "invalid-userfaultfds" => unclosed_userfaultfds::pass_with_invalid_requests(endpoint, count),
             "invalid-requests" => invalid_requests::start(endpoint).await.unwrap(),
             other => panic!("{other}"),
         };

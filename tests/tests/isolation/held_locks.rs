@@ -23,8 +23,8 @@ use super::{ATTACKER, reads_forks_of, run};
 const SWEPT: Duration = Duration::from_secs(12);
 
 /// Starts a process of the attacker that has mapped a file, which `user` has adopted and tracked.
-fn tracked_holder(service: &Service, user: u32) -> LockHolder {
-    let file = memfd::create("held", None).unwrap();
+pub fn tracked_holder(service: &Service, user: u32, name: &str) -> LockHolder {
+    let file = memfd::create(name, None).unwrap();
     memfd::resize(file.as_fd(), 8192).unwrap();
     let holder = require(LockHolder::prepare_as(&path_of(&file), ATTACKER));
     run(service, user, &["adopt", "--pid", &holder.pid.to_string(), "--track"]);
@@ -33,7 +33,7 @@ fn tracked_holder(service: &Service, user: u32) -> LockHolder {
 
 /// A process that `user` tracks holds its lock.
 fn hold_tracked(service: &Service, user: u32) -> LockHolder {
-    let mut holder = tracked_holder(service, user);
+    let mut holder = tracked_holder(service, user, "held");
     holder.hold().unwrap();
     // A call on the address space, which does not return.
     let checkpoint = checkpoint(service, user, "held");

@@ -14,6 +14,7 @@ mod reused_pid;
 mod shared_file;
 mod stopped_holders;
 mod subordinate_users;
+mod unclosed_userfaultfds;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};

@@ -68,7 +68,8 @@ impl Drop for StoppedHolders {
     }
 }
 
-fn is_holder(pid: u32) -> bool {
+/// True for a holder of the attacker.
+pub fn is_holder(pid: u32) -> bool {
     let arguments = format!("fdmapd\0space-holder\0{ATTACKER}\0");
     read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(&arguments))
 }

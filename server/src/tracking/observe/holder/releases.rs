@@ -9,8 +9,8 @@
 //!      +----------> unsent ------------------+
 //! ```
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
-use std::iter::repeat_n;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -25,9 +25,9 @@ use super::Holder;
 use super::wire::{Control, SpaceId};
 use crate::log_limit::LogLimit;
 
-/// Userfaultfds of one user that are being closed. A client with so many can pass no more.
+/// Userfaultfds of one user that are being closed. A user with so many can pass no more.
 pub(crate) const MAX_CLOSING: usize = 4096;
-/// Those of all users but root together.
+/// Those of all users but root together, of each user at most [`MAX_CLOSING`].
 const MAX_CLOSING_OF_USERS: usize = 16 * MAX_CLOSING;
 /// Time between two looks for closes that have returned. With many in progress, a multiple.
 const INTERVAL: Duration = Duration::from_millis(20);
@@ -45,6 +45,8 @@ struct State {
     unsent: HashMap<u32, Unsent>,
     /// Number of the last one that was added to these.
     last_unsent: UnsentNumber,
+    /// Userfaultfds that are not closed yet, by user.
+    open: HashMap<u32, usize>,
     /// Users whose charges are being dropped.
     returning: Vec<u32>,
     /// A thread looks for those that have returned.
@@ -173,6 +175,7 @@ impl Releases {
     pub(super) fn begin(self: &Arc<Self>, user: u32, closed: OwnedFd, charge: Option<Charge>) {
         let mut state = self.lock();
         state.closing.push(Closing { user, closed, charge });
+        state.count(user);
         if !state.has_thread {
             let its = Arc::clone(self);
             let started = std::thread::Builder::new().name("releases".to_owned()).spawn(move || its.watch());
@@ -186,6 +189,7 @@ impl Releases {
         let mut state = self.lock();
         state.last_unsent.0 += 1;
         let number = state.last_unsent;
+        state.count(user);
         let unsent = state.unsent.entry(user).or_default();
         unsent.waiting.push_back((number, release));
         !std::mem::replace(&mut unsent.is_sending, true)
@@ -208,8 +212,9 @@ impl Releases {
         let of_user = state.unsent.get_mut(&user)?;
         let next = of_user.waiting.pop_front();
         of_user.in_progress = next.as_ref().map(|(number, _)| *number);
-        if next.is_none() {
-            state.unsent.remove(&user);
+        match &next {
+            Some(_) => state.uncount(user),
+            None => drop(state.unsent.remove(&user)),
         }
         next.map(|(_, release)| release)
     }
@@ -221,6 +226,7 @@ impl Releases {
         of_user.is_sending = false;
         if let (Some(number), Some(release)) = (of_user.in_progress.take(), unsent) {
             of_user.waiting.push_front((number, release));
+            state.count(user);
         }
     }
 
@@ -246,9 +252,7 @@ impl Releases {
     /// Number of the user's userfaultfds that are not closed yet.
     #[cfg(test)]
     pub(super) fn count_of(&self, user: u32) -> usize {
-        let state = self.lock();
-        let closing = state.closing.iter().filter(|closing| closing.user == user).count();
-        closing + state.unsent.get(&user).map_or(0, |unsent| unsent.waiting.len())
+        self.lock().open.get(&user).copied().unwrap_or(0)
     }
 
     /// True if the user is still charged for some of them.
@@ -261,10 +265,7 @@ impl Releases {
 
     /// True if the user can have no further userfaultfd closed: the user, or all users but root together, have too many.
     pub(super) fn is_full(&self, user: u32) -> bool {
-        let state = self.lock();
-        let users = state.closing.iter().map(|closing| closing.user);
-        let unsent = state.unsent.iter().flat_map(|(user, unsent)| repeat_n(*user, unsent.waiting.len()));
-        is_full(users.chain(unsent), user)
+        is_full(self.lock().open.iter().map(|(user, open)| (*user, *open)), user)
     }
 
     fn watch(&self) {
@@ -274,6 +275,7 @@ impl Releases {
             std::thread::sleep(INTERVAL.saturating_mul(rounds));
             let mut state = self.lock();
             let ended = take_ended(&mut state.closing);
+            ended.iter().for_each(|closing| state.uncount(closing.user));
             state.returning = ended.iter().map(|closing| closing.user).collect();
             drop(state);
             // A charge takes the lock of its quota.
@@ -294,10 +296,30 @@ impl Releases {
     }
 }
 
-/// `users`: one for each userfaultfd that is not closed yet. Pure.
-fn is_full(users: impl Iterator<Item = u32> + Clone, user: u32) -> bool {
-    users.clone().filter(|of| *of == user).count() >= MAX_CLOSING
-        || (user != 0 && users.filter(|of| *of != 0).count() >= MAX_CLOSING_OF_USERS)
+impl State {
+    fn count(&mut self, user: u32) {
+        *self.open.entry(user).or_default() += 1;
+    }
+
+    fn uncount(&mut self, user: u32) {
+        if let Entry::Occupied(mut open) = self.open.entry(user) {
+            *open.get_mut() -= 1;
+            if *open.get() == 0 {
+                open.remove();
+            }
+        }
+    }
+}
+
+/// `open`: users, and how many of their userfaultfds are not closed yet. More than [`MAX_CLOSING`] of one user take no room of others.
+/// Pure.
+fn is_full(open: impl Iterator<Item = (u32, usize)>, user: u32) -> bool {
+    let (mut own, mut of_users) = (0, 0);
+    for (of, open) in open {
+        own += if of == user { open } else { 0 };
+        of_users += if of == 0 { 0 } else { open.min(MAX_CLOSING) };
+    }
+    own >= MAX_CLOSING || (user != 0 && of_users >= MAX_CLOSING_OF_USERS)
 }
 
 /// Removes those whose pipes have ended.
@@ -404,8 +426,11 @@ mod tests {
     #[test]
     fn user_and_all_users_but_root_are_limited() {
         // Users 1 to `users` have `each` userfaultfds that are not closed, root has one.
-        let closing = |users: u32, each| (1..=users).flat_map(move |user| repeat_n(user, each)).chain([0]);
+        let closing = |users: u32, each| (1..=users).map(move |user| (user, each)).chain([(0, 1)]);
         assert!(!is_full(closing(2, MAX_CLOSING - 1), 1));
+        assert!(
+            is_full(closing(1, MAX_CLOSING_OF_USERS), 1) && !is_full(closing(1, MAX_CLOSING_OF_USERS), 2)
+        );
         assert!(is_full(closing(2, MAX_CLOSING), 1) && !is_full(closing(2, MAX_CLOSING), 3));
         assert!(!is_full(closing(17, MAX_CLOSING_OF_USERS / 17), 18));
         assert!(is_full(closing(16, MAX_CLOSING), 18) && !is_full(closing(16, MAX_CLOSING), 0));
