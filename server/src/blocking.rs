@@ -35,6 +35,14 @@ pub struct BlockingCalls {
     schedule: Arc<Schedule>,
 }
 
+/// A call that uses threads at times.
+#[derive(Debug)]
+pub(crate) struct Call {
+    schedule: Arc<Schedule>,
+    thread: Thread,
+    _permit: QuotaPermit,
+}
+
 /// The call was refused, or panicked.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BlockingError {
@@ -108,17 +116,21 @@ impl BlockingCalls {
         in_a_thread(running, work).await
     }
 
-    /// Resolves when the caller may use a thread, until the result is dropped. Threads of administrators are not counted.
+    /// A call of the caller, which is in progress until the result is dropped.
     ///
     /// # Errors
     /// [`FileError::Limit`]
-    pub(crate) fn thread(
-        &self,
-        caller: &Caller,
-    ) -> Result<impl Future<Output = impl Send + use<>> + Send + use<>, FileError> {
-        let call = self.calls.acquire(caller, 1)?;
-        let started = self.schedule.start(Needs { thread: thread_of(caller, &call), file: None });
-        Ok(async move { (call, started.await) })
+    pub(crate) fn begin(&self, caller: &Caller) -> Result<Call, FileError> {
+        let permit = self.calls.acquire(caller, 1)?;
+        let thread = thread_of(caller, &permit);
+        Ok(Call { schedule: Arc::clone(&self.schedule), thread, _permit: permit })
+    }
+}
+
+impl Call {
+    /// Resolves when the call may use a thread, until what it resolves to is dropped. Threads of administrators are not counted.
+    pub(crate) fn thread(&self) -> impl Future<Output = impl Send + use<>> + Send + use<> {
+        self.schedule.start(Needs { thread: self.thread, file: None })
     }
 }
 

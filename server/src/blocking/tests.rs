@@ -64,7 +64,8 @@ fn assert_idle(calls: &BlockingCalls) {
 #[tokio::test]
 async fn threads_of_scans_count_for_their_user() {
     let calls = calls();
-    let thread = |uid| calls.thread(&user(uid)).unwrap();
+    let begun = [0, 1, 2].map(|uid| calls.begin(&user(uid)).unwrap());
+    let thread = |uid: usize| begun[uid].thread();
     let scanning = [thread(1).await, thread(1).await];
     let third = thread(1);
     tokio::pin!(third);

@@ -364,7 +364,8 @@ impl Session {
         let file = self.service.registry.find(&self.caller, &file, Right::Inspect)?;
         let file_pages = file.scans().source().file_pages()?;
         let range = resolve_range(range, file_pages)?;
-        let thread = self.service.blocking.thread(&self.caller)?;
+        let call = self.service.blocking.begin(&self.caller)?;
+        let thread = || call.thread();
         let result = file.scans().read_when(thread, &[range], ScanOptions::default(), max_age).await?;
         let (service, snapshot) = (Arc::clone(&self.service), result.snapshot.clone());
         let describe = move || service.provenance(&snapshot, &[range]);

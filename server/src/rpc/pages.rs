@@ -39,7 +39,8 @@ impl Rpc {
         options: ScanOptions,
         max_age: Duration,
     ) -> Result<ScanResult, Status> {
-        let thread = self.service.blocking.thread(caller).map_err(status)?;
+        let call = self.service.blocking.begin(caller).map_err(status)?;
+        let thread = || call.thread();
         file.scans().read_when(thread, ranges, options, max_age).await.map_err(status)
     }
 

@@ -2,10 +2,14 @@
 //!
 //! A request that arrives during a scan waits for the next scan, and all waiting requests share it. The next scan
 //! begins after the request arrived, so a result is never older than its request unless the request allows an age. Any
-//! number of concurrent requests costs at most two scans.
+//! number of concurrent requests costs at most two scans, if one scan can serve them all.
+//!
+//! Each scan has the thread of one of its own requests, which ends with it: so no request takes the thread of another for requests that
+//! come later.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd as _;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -13,7 +17,7 @@ use arc_swap::ArcSwap;
 use fdmap_proto::provenance::Moment;
 use fdmap_proto::units::PageRange;
 use fdmap_sys::clock::monotonic_ns;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 use super::ScanSource;
 use crate::pages::{AttributeMap, BlockRange, ScanOptions, ScanResult, ScanStamp, Scanned, Snapshot};
@@ -33,30 +37,40 @@ pub struct ScanCoalescer {
     probe: Arc<dyn Probe>,
     latest: ArcSwap<Snapshot>,
     queue: Mutex<Queue>,
+    /// A scan has ended.
+    ended: Notify,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
     waiting: VecDeque<Waiter>,
-    /// A thread is scanning. It takes the next requests from `waiting` when it finishes.
+    /// A thread is scanning, or starts to.
     scanning: bool,
+    last: RequestId,
 }
+
+/// Numbers the requests of a file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct RequestId(u64);
 
 #[derive(Debug)]
 struct Waiter {
+    id: RequestId,
     pages: Vec<PageRange>,
     /// The blocks that contain `pages`.
     ranges: Vec<BlockRange>,
     options: ScanOptions,
     /// `CLOCK_MONOTONIC` in nanoseconds. A scan that began before is too old for this request.
     since: u64,
-    reply: oneshot::Sender<Result<ScanResult, Arc<ScanError>>>,
+    reply: oneshot::Sender<Answer>,
 }
+
+type Answer = Result<ScanResult, Arc<ScanError>>;
 
 impl ScanCoalescer {
     pub fn new(source: ScanSource, probe: Arc<dyn Probe>) -> Arc<Self> {
         let latest = ArcSwap::from_pointee(Snapshot::default());
-        Arc::new(Self { source, probe, latest, queue: Mutex::default() })
+        Arc::new(Self { source, probe, latest, queue: Mutex::default(), ended: Notify::new() })
     }
 
     #[must_use]
@@ -80,17 +94,17 @@ impl ScanCoalescer {
         options: ScanOptions,
         max_age: Duration,
     ) -> Result<ScanResult, Arc<ScanError>> {
-        self.read_when(std::future::ready(()), ranges, options, max_age).await
+        self.read_when(|| std::future::ready(()), ranges, options, max_age).await
     }
 
-    /// The same, for a request that may start a thread when `permit` resolves. Until then another request's thread may serve it.
-    /// The thread drops the permit when it ends.
+    /// The same, for a request that may start a thread when a future of `permit` resolves. Until then another request's thread may serve
+    /// it. The thread drops what it resolves to when it ends.
     ///
     /// # Errors
     /// As [`Self::read`].
-    pub async fn read_when<P: Send + 'static>(
+    pub async fn read_when<P: Send + 'static, F: Future<Output = P>>(
         self: &Arc<Self>,
-        permit: impl Future<Output = P>,
+        permit: impl Fn() -> F,
         ranges: &[PageRange],
         options: ScanOptions,
         max_age: Duration,
@@ -111,33 +125,59 @@ impl ScanCoalescer {
                 return Ok(ScanResult { snapshot, attributes: unsupported });
             }
         }
-        let (reply, mut answer) = oneshot::channel();
-        self.queue().waiting.push_back(Waiter { pages, ranges, options, since, reply });
-        let answer = tokio::select! {
-            biased;
-            answer = &mut answer => answer,
-            permit = permit => {
-                if self.starts_scanning() {
-                    let scans = Arc::clone(self);
-                    tokio::task::spawn_blocking(move || {
-                        let _until_the_end = permit;
-                        scans.scan_until_idle();
-                    });
-                } else {
-                    drop(permit);
-                }
-                answer.await
-            }
-        };
+        let (reply, answer) = oneshot::channel();
+        let id = self.add(|id| Waiter { id, pages, ranges, options, since, reply });
+        let answer = self.answered(id, answer, permit).await;
         let mut reading = answer.unwrap_or_else(|_| Err(Arc::new(ScanError::Panicked)))?;
         reading.attributes = reading.attributes.or(unsupported);
         Ok(reading)
     }
 
-    /// Returns true if no thread is scanning, and a request waits. The caller must then start one.
-    fn starts_scanning(&self) -> bool {
+    fn add(&self, waiter: impl FnOnce(RequestId) -> Waiter) -> RequestId {
         let mut queue = self.queue();
-        !queue.waiting.is_empty() && !std::mem::replace(&mut queue.scanning, true)
+        queue.last.0 += 1;
+        let id = queue.last;
+        queue.waiting.push_back(waiter(id));
+        id
+    }
+
+    /// Waits for the answer to a request, and starts a thread for it if no other one serves it.
+    async fn answered<P: Send + 'static, F: Future<Output = P>>(
+        self: &Arc<Self>,
+        id: RequestId,
+        mut answer: oneshot::Receiver<Answer>,
+        permit: impl Fn() -> F,
+    ) -> Result<Answer, oneshot::error::RecvError> {
+        loop {
+            let mut ended = pin!(self.ended.notified());
+            // From here on, no end is missed.
+            ended.as_mut().enable();
+            if self.queue().scanning {
+                tokio::select! {
+                    biased;
+                    answer = &mut answer => return answer,
+                    () = ended => continue,
+                }
+            }
+            let permit = tokio::select! {
+                biased;
+                answer = &mut answer => return answer,
+                permit = permit() => permit,
+            };
+            if self.starts_scanning() {
+                let scans = Arc::clone(self);
+                tokio::task::spawn_blocking(move || {
+                    let _until_the_end = permit;
+                    scans.scan_with(id);
+                });
+                return answer.await;
+            }
+        }
+    }
+
+    /// Returns true if no thread was scanning. The caller must then start one.
+    fn starts_scanning(&self) -> bool {
+        !std::mem::replace(&mut self.queue().scanning, true)
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -145,35 +185,28 @@ impl ScanCoalescer {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Scans until no request waits.
-    fn scan_until_idle(&self) {
+    /// Scans once, for this request and others that wait. Does nothing if it is answered or was dropped.
+    fn scan_with(&self, id: RequestId) {
         // Dropped after the guard: a requester that learns of a panic can start the next scan.
-        let mut together = Vec::new();
-        let guard = PanicGuard { scans: self };
-        while self.next_batch(&mut together) {
-            let operation = Operation::begin("Scan", &self.source.name, Phase::PageStates);
-            let result = self.scan_for(&together).map_err(Arc::new);
-            drop(operation);
-            for waiter in together.drain(..) {
-                let part = |(snapshot, attributes): &(Snapshot, AttributeMap)| ScanResult {
-                    snapshot: snapshot.clone(),
-                    // Only the attributes of this request, so that it does not keep the memory of others.
-                    attributes: (waiter.options.attributes)
-                        .then(|| Arc::new(attributes.restricted(&waiter.pages))),
-                };
-                // The requester may have dropped its request.
-                let _ = waiter.reply.send(result.as_ref().map(part).map_err(Arc::clone));
-            }
+        let mut together;
+        let _end = ScanEnd { scans: self };
+        together = take_together(&mut self.queue().waiting, id);
+        if together.is_empty() {
+            return;
         }
-        std::mem::forget(guard);
-    }
-
-    /// Takes the requests of the next scan. Returns `false` if none waits; the thread must then stop scanning.
-    fn next_batch(&self, together: &mut Vec<Waiter>) -> bool {
-        let mut queue = self.queue();
-        *together = take_together(&mut queue.waiting);
-        queue.scanning = !together.is_empty();
-        queue.scanning
+        let operation = Operation::begin("Scan", &self.source.name, Phase::PageStates);
+        let result = self.scan_for(&together).map_err(Arc::new);
+        drop(operation);
+        for waiter in together.drain(..) {
+            let part = |(snapshot, attributes): &(Snapshot, AttributeMap)| ScanResult {
+                snapshot: snapshot.clone(),
+                // Only the attributes of this request, so that it does not keep the memory of others.
+                attributes: (waiter.options.attributes)
+                    .then(|| Arc::new(attributes.restricted(&waiter.pages))),
+            };
+            // The requester may have dropped its request.
+            let _ = waiter.reply.send(result.as_ref().map(part).map_err(Arc::clone));
+        }
     }
 
     /// Scans once for all of `together`, which have equal options. Returns the snapshot and the attributes of their
@@ -266,21 +299,22 @@ fn stale(snapshot: &Snapshot, range: BlockRange, options: ScanOptions, since: u6
     })
 }
 
-/// Takes the first request and those with the same options, as long as their ranges fit into one scan. Removes requests
-/// that were dropped.
-fn take_together(waiting: &mut VecDeque<Waiter>) -> Vec<Waiter> {
+/// Takes the request `id` and those with the same options, as long as their ranges fit into one scan. Removes requests that were dropped.
+/// Empty if that request does not wait.
+fn take_together(waiting: &mut VecDeque<Waiter>, id: RequestId) -> Vec<Waiter> {
     waiting.retain(|waiter| !waiter.reply.is_closed());
-    let Some(options) = waiting.front().map(|first| first.options) else {
+    let Some(own) = waiting.iter().position(|waiter| waiter.id == id).and_then(|at| waiting.remove(at))
+    else {
         return Vec::new();
     };
-    let mut ranges = 0;
-    let (together, others): (Vec<_>, Vec<_>) = waiting.drain(..).partition(|waiter| {
-        let first = ranges == 0;
-        let fits = waiter.options == options && (first || ranges + waiter.ranges.len() <= MAX_SHARED_RANGES);
+    let (options, mut ranges) = (own.options, own.ranges.len());
+    let (mut together, others): (Vec<_>, Vec<_>) = waiting.drain(..).partition(|waiter| {
+        let fits = waiter.options == options && ranges + waiter.ranges.len() <= MAX_SHARED_RANGES;
         ranges += if fits { waiter.ranges.len() } else { 0 };
         fits
     });
     waiting.extend(others);
+    together.push(own);
     together
 }
 
@@ -288,16 +322,15 @@ fn now() -> Moment {
     Moment { monotonic_ns: monotonic_ns(), wall: SystemTime::now() }
 }
 
-/// Runs if the scanning thread panics: waiting requests fail, and the next request starts another thread.
-struct PanicGuard<'a> {
+/// The end of a scan, also by a panic: requests that wait can start the next one.
+struct ScanEnd<'a> {
     scans: &'a ScanCoalescer,
 }
 
-impl Drop for PanicGuard<'_> {
+impl Drop for ScanEnd<'_> {
     fn drop(&mut self) {
-        let mut queue = self.scans.queue();
-        queue.scanning = false;
-        queue.waiting.clear();
+        self.scans.queue().scanning = false;
+        self.scans.ended.notify_waiters();
     }
 }
 

@@ -128,30 +128,96 @@ async fn requests_during_a_scan_share_the_next_scan() {
     assert_eq!(probe.scans.load(Ordering::SeqCst), 2);
 }
 
+/// A request whose threads are counted by the returned value, from the next notification of `start` on.
+fn request(
+    scans: &Arc<ScanCoalescer>,
+    options: ScanOptions,
+    start: &Arc<Notify>,
+) -> (Arc<()>, tokio::task::JoinHandle<()>) {
+    let (scans, start, threads) = (Arc::clone(scans), Arc::clone(start), Arc::new(()));
+    let its = Arc::clone(&threads);
+    let request = tokio::spawn(async move {
+        let permit = || async {
+            start.notified().await;
+            start.notify_one();
+            Arc::clone(&its)
+        };
+        scans.read_when(permit, &[ALL], options, Duration::ZERO).await.unwrap();
+    });
+    (threads, request)
+}
+
+fn has_thread(threads: &Arc<()>) -> bool {
+    // Also the request itself has one.
+    Arc::strong_count(threads) > 2
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn request_starts_a_scan_with_its_permit_and_is_served_by_others_without() {
     let (probe, scans) = scans();
-    let request = |permit: oneshot::Receiver<Arc<()>>| {
-        let scans = Arc::clone(&scans);
-        tokio::spawn(async move { scans.read_when(permit, &[ALL], PLAIN, Duration::ZERO).await.map(drop) })
-    };
-    let ((permit, first), (_never, second)) = (oneshot::channel(), oneshot::channel());
-    let waiting = [request(first), request(second)];
+    let (start, never) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (threads, first) = request(&scans, PLAIN, &start);
+    let (_, second) = request(&scans, PLAIN, &never);
     until(|| scans.queue().waiting.len() == 2).await;
     tokio::time::sleep(Duration::from_millis(20)).await;
     assert_eq!(probe.scans.load(Ordering::SeqCst), 0);
-    // The thread holds the permit until no request waits.
-    let thread = Arc::new(());
     probe.block();
-    permit.send(Arc::clone(&thread)).unwrap();
+    start.notify_one();
     until(|| probe.scans.load(Ordering::SeqCst) == 1).await;
-    assert_eq!(Arc::strong_count(&thread), 2);
+    assert!(has_thread(&threads));
     probe.unblock();
-    for request in waiting {
-        request.await.unwrap().unwrap();
-    }
-    until(|| Arc::strong_count(&thread) == 1).await;
+    first.await.unwrap();
+    second.await.unwrap();
+    until(|| Arc::strong_count(&threads) == 1).await;
     assert_eq!(probe.scans.load(Ordering::SeqCst), 1);
+}
+
+/// Requests that no scan serves together have a thread each, one after the other, and none keeps it for the others.
+#[tokio::test(flavor = "multi_thread")]
+async fn thread_of_a_request_ends_when_it_is_answered() {
+    let (probe, scans) = scans();
+    let start = Arc::new(Notify::new());
+    start.notify_one();
+    probe.block();
+    let (threads, first) = request(&scans, PLAIN, &start);
+    until(|| has_thread(&threads)).await;
+    let (never, other_options) = (Arc::new(Notify::new()), ScanOptions { attributes: true, ..PLAIN });
+    let (later, second) = request(&scans, other_options, &never);
+    until(|| scans.queue().waiting.len() == 1).await;
+    assert!(!has_thread(&later));
+    probe.unblock();
+    first.await.unwrap();
+    // The other request still waits for a thread.
+    until(|| Arc::strong_count(&threads) == 1).await;
+    assert_eq!((probe.scans.load(Ordering::SeqCst), scans.queue().waiting.len()), (1, 1));
+    never.notify_one();
+    second.await.unwrap();
+    assert_eq!(probe.scans.load(Ordering::SeqCst), 2);
+}
+
+/// The thread that ends wakes the requests that wait, of which one starts the next scan.
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_that_wait_during_a_scan_start_the_next_one() {
+    let (probe, scans) = scans();
+    let start = Arc::new(Notify::new());
+    start.notify_one();
+    for round in 1..=20 {
+        let scanned = probe.scans.load(Ordering::SeqCst);
+        probe.block();
+        let (_, first) = request(&scans, PLAIN, &start);
+        until(|| probe.scans.load(Ordering::SeqCst) == scanned + 1).await;
+        let options = [false, true].map(|attributes| ScanOptions { attributes, ..PLAIN });
+        let others: Vec<_> = (0..10).map(|nth| request(&scans, options[nth % 2], &start).1).collect();
+        until(|| scans.queue().waiting.len() == 10).await;
+        probe.unblock();
+        first.await.unwrap();
+        for other in others {
+            other.await.unwrap();
+        }
+        // The scan of attributes serves the others as well, if it begins first.
+        let more = probe.scans.load(Ordering::SeqCst) - scanned;
+        assert!((2..=3).contains(&more), "{more} scans in round {round}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
