@@ -367,6 +367,8 @@ impl Session {
         let call = self.service.blocking.begin(&self.caller)?;
         let thread = || call.thread();
         let result = file.scans().read_when(thread, &[range], ScanOptions::default(), max_age).await?;
+        // The right may have been revoked meanwhile.
+        self.service.registry.find(&self.caller, &FileName::Id(file.id()), Right::Inspect)?;
         let (service, snapshot) = (Arc::clone(&self.service), result.snapshot.clone());
         let describe = move || service.provenance(&snapshot, &[range]);
         let provenance = self.service.blocking.run(&self.caller, None, describe).await??;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use fdmap_proto::file::Right;
 use fdmap_proto::units::{Generation, PageRange};
 use fdmap_proto::v1;
 use tonic::Status;
@@ -69,6 +70,7 @@ impl Rpc {
         &self,
         caller: &Caller,
         file: &ServiceFile,
+        right: Right,
         query: &ChangesQuery,
         changed: &ChangedSet,
         range: PageRange,
@@ -95,7 +97,7 @@ impl Rpc {
             }
         }
         let options = ScanOptions { distinguish_swap_cached: false, attributes };
-        let result = self.read(caller, file, &ranges, options, Duration::ZERO).await?;
+        let result = self.read(caller, file, right, &ranges, options, Duration::ZERO).await?;
         let provenance = self.provenance(caller, &result.snapshot, &ranges).await?;
         Ok((Some(result), provenance))
     }

@@ -93,12 +93,28 @@ impl Rpc {
         T: Send + 'static,
         E: GrpcCode + Send + 'static,
     {
+        self.permitted(caller, file, right, Some(file), work).await
+    }
+
+    /// Runs work about a file, if the caller still has `right` to it then. `turn`: the file whose turn the call waits for.
+    async fn permitted<T, E>(
+        &self,
+        caller: &Caller,
+        file: FileId,
+        right: Right,
+        turn: Option<FileId>,
+        work: impl FnOnce(&Arc<Service>) -> Result<T, E> + Send + 'static,
+    ) -> Result<T, Status>
+    where
+        T: Send + 'static,
+        E: GrpcCode + Send + 'static,
+    {
         let (service, by) = (Arc::clone(&self.service), caller.clone());
         let permitted = move || {
             service.registry.find(&by, &FileName::Id(file), right)?;
             Ok::<_, FileError>(work(&service))
         };
-        let ran = self.service.blocking.run(caller, Some(file), permitted).await;
+        let ran = self.service.blocking.run(caller, turn, permitted).await;
         ran.map_err(status)?.map_err(status)?.map_err(status)
     }
 }

@@ -30,18 +30,22 @@ impl Rpc {
         self.service.registry.find(caller, name, Right::Inspect).map_err(status)
     }
 
-    /// Reads page states, in a thread of the caller unless another request scans the file anyway.
+    /// Reads page states, in a thread of the caller unless another request scans the file anyway. Fails if the caller has lost `right` to
+    /// the file meanwhile.
     pub(super) async fn read(
         &self,
         caller: &Caller,
         file: &ServiceFile,
+        right: Right,
         ranges: &[PageRange],
         options: ScanOptions,
         max_age: Duration,
     ) -> Result<ScanResult, Status> {
         let call = self.service.blocking.begin(caller).map_err(status)?;
         let thread = || call.thread();
-        file.scans().read_when(thread, ranges, options, max_age).await.map_err(status)
+        let result = file.scans().read_when(thread, ranges, options, max_age).await.map_err(status)?;
+        self.service.registry.find(caller, &FileName::Id(file.id()), right).map_err(status)?;
+        Ok(result)
     }
 
     /// Does work on all blocks of something: in a thread of the caller, if the blocks are many.
@@ -134,7 +138,7 @@ impl Pages for Rpc {
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         let distinguish_swap_cached = query.distinguish_swap_cached;
         let options = ScanOptions { distinguish_swap_cached, attributes: false };
-        let result = self.read(&caller, &file, &[range], options, query.max_age).await?;
+        let result = self.read(&caller, &file, Right::Inspect, &[range], options, query.max_age).await?;
         let provenance = self.provenance(&caller, &result.snapshot, &[range]).await?;
         let of = result.snapshot.clone();
         let count = move || Summary::of(&of, range, distinguish_swap_cached);
@@ -168,7 +172,8 @@ impl Pages for Rpc {
         let file = self.inspected(&caller, &query.file)?;
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         query.check_pages(range, limits).map_err(status)?;
-        let result = self.read(&caller, &file, &[range], query.options(), query.max_age).await?;
+        let result =
+            self.read(&caller, &file, Right::Inspect, &[range], query.options(), query.max_age).await?;
         let (memory, of_attributes) = self.charge_states(&caller, &result).await?;
         let snapshot = (&result.snapshot, &memory);
         let header = v1::ScanHeader {
@@ -195,7 +200,8 @@ impl Pages for Rpc {
         let query = LookupQuery::new(request.into_inner(), &self.service.limits).map_err(status)?;
         let file = self.inspected(&caller, &query.file)?;
         let ranges = query.ranges(file_pages(&file)?).map_err(status)?;
-        let result = self.read(&caller, &file, &ranges, query.options(), query.max_age).await?;
+        let result =
+            self.read(&caller, &file, Right::Inspect, &ranges, query.options(), query.max_age).await?;
         Ok(Response::new(v1::LookupResponse {
             provenance: self.provenance(&caller, &result.snapshot, &ranges).await?,
             pages: lookup_pages(&query.pages, &result, query.distinguish_swap_cached, query.attributes),
@@ -212,7 +218,8 @@ impl Pages for Rpc {
         self.service.registry.find(&caller, &query.file, Right::Read).map_err(status)?;
         let ranges = query.ranges(file_pages(&file)?).map_err(status)?;
         let slots_now = async || {
-            let read = self.read(&caller, &file, &ranges, query.options(), query.max_age).await?;
+            let read =
+                self.read(&caller, &file, Right::Read, &ranges, query.options(), query.max_age).await?;
             Ok::<_, Status>(query.pages.iter().map(|page| read.snapshot.slot(*page)).collect::<Vec<_>>())
         };
         let before = slots_now().await?;
@@ -243,7 +250,8 @@ impl Pages for Rpc {
             None => {
                 let range = query.compared(from.range).map_err(status)?;
                 let options = ScanOptions { distinguish_swap_cached, attributes: false };
-                let result = self.read(&caller, &file, &[range], options, Duration::ZERO).await?;
+                let result =
+                    self.read(&caller, &file, Right::Inspect, &[range], options, Duration::ZERO).await?;
                 let (memory, _) = self.charge_states(&caller, &result).await?;
                 (result.snapshot, memory, range)
             }

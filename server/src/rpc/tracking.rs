@@ -89,13 +89,11 @@ impl Tracking for Rpc {
         // Closed generations are read without the tracker's lock, sets of cursors with it.
         let is_closed = !matches!(start, ChangesStart::Cursor(_));
         let read = move |_: &Arc<Service>| ChangedSet::new(&tracker, &by, &start);
-        let changed = if is_closed {
-            self.blocking(&caller, read).await?
-        } else {
-            self.on_file(&caller, file.id(), right, read).await?
-        };
+        let turn = if is_closed { None } else { Some(file.id()) };
+        let changed = self.permitted(&caller, file.id(), right, turn, read).await?;
         let range = resolve_range(query.range, changed.file_pages).map_err(status)?;
-        let (result, provenance) = self.read_for_changes(&caller, &file, &query, &changed, range).await?;
+        let (result, provenance) =
+            self.read_for_changes(&caller, &file, right, &query, &changed, range).await?;
         let ChangedSet { stamps, since, until_generation, file_pages, coverage, memory } = changed;
         let header = v1::ChangesHeader {
             since_generation: since.get(),

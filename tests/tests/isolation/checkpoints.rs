@@ -1,6 +1,7 @@
 //! Checkpoints and scans of one user, many at once, and checkpoints that hold their threads: they take no thread of others.
 
 use std::os::fd::AsFd as _;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use fdmap_client::Client;
@@ -12,7 +13,7 @@ use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::incidents;
 use fdmap_tests::mapper::{LockHolder, path_of};
-use fdmap_tests::service::{Service, named};
+use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
 
 use super::attacker::{Attacker, READABLE};
@@ -24,6 +25,8 @@ const MAX_THREADS_PER_USER: u64 = 16;
 const MAX_OTHERS: u64 = 7;
 /// Files with a process that holds its lock: more than the user and the others may have threads.
 const HELD: u64 = 40;
+/// As many hold the only thread of a user for some seconds.
+const HELD_ONE_BY_ONE: u64 = 8;
 /// Less than the 500 ms that a call may wait for a process.
 const HOLD: Duration = Duration::from_millis(300);
 
@@ -43,7 +46,7 @@ fn most_threads(service: &Service) -> u64 {
 }
 
 /// Processes that hold their locks, each of which the attacker tracks for a file of its own.
-fn tracked_holders(service: &Service) -> Vec<LockHolder> {
+fn tracked_holders(service: &Service, count: u64) -> Vec<LockHolder> {
     let program = require(LockHolder::compile());
     let start = |number: u64| {
         let file = memfd::create(&format!("held-{number}"), None).unwrap();
@@ -53,7 +56,7 @@ fn tracked_holders(service: &Service) -> Vec<LockHolder> {
         holder.hold().unwrap();
         holder
     };
-    (0..HELD).map(start).collect()
+    (0..count).map(start).collect()
 }
 
 /// Each checkpoint waits for 500 ms with its thread.
@@ -61,7 +64,7 @@ fn tracked_holders(service: &Service) -> Vec<LockHolder> {
 fn checkpoints_of_processes_that_hold_their_locks_take_no_thread_of_others() {
     require(root());
     assert_withstands(&mut service(&[]), |service| {
-        let holders = tracked_holders(service);
+        let holders = tracked_holders(service, HELD);
         let mut attacker = Attacker::start(service, ATTACKER).unwrap();
         let before = threads(service);
         let late = || incidents::count(service, "holder-late");
@@ -92,13 +95,19 @@ fn flood_of_checkpoints_takes_no_thread_of_others() {
 /// Calls of a reader that wait at a time.
 const WAITING: u64 = 512;
 
-/// A user who has only the right to inspect a file of root, and keeps calls about it waiting. Also returns a client of root.
-async fn busy_reader(service: &Service) -> (Client, Attacker) {
+/// A client of root, and a file of root that others have only the right to inspect.
+async fn readable_file(service: &Service) -> Client {
     let client = service.client().await.unwrap();
     let access = Some(Access { other: Rights::INSPECT, ..Access::private(0, 0) });
     let (_, name) = READABLE.split_once('/').unwrap();
     let file = CreateFile { name: name.to_owned(), size_bytes: 1 << 20, access, ..CreateFile::default() };
     client.create(file).await.unwrap();
+    client
+}
+
+/// A user who keeps calls about the readable file waiting. Also returns a client of root.
+async fn busy_reader(service: &Service) -> (Client, Attacker) {
+    let client = readable_file(service).await;
     let mut reader = Attacker::start(service, ATTACKER).unwrap();
     let effect = "calls wait";
     await_effect(service, effect, || reader.attack("coverage", WAITING).unwrap() > 2 * WAITING);
@@ -138,4 +147,27 @@ async fn calls_that_wait_fail_when_their_right_is_revoked() {
     }
     let more = reader.attack("coverage", WAITING).unwrap() - answered;
     assert!(more < WAITING / 4, "{more} calls were answered after the change");
+}
+
+/// A call that waits for a thread needs the right when it has one.
+#[test]
+async fn scan_that_waits_for_a_thread_fails_when_its_right_is_revoked() {
+    const SENT: Duration = Duration::from_millis(500);
+    require(root());
+    let service = service(&["--max-threads-per-user", "1"]);
+    let client = readable_file(&service).await;
+    let _holders = tracked_holders(&service, HELD_ONE_BY_ONE);
+    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
+    attacker.begin("held-checkpoints", HELD_ONE_BY_ONE).unwrap();
+    await_effect(&service, "a checkpoint has the thread", || incidents::count(&service, "holder-late") > 0);
+    let mut scan = fdmap_as(&service, ATTACKER).unwrap();
+    scan.args(["pages", READABLE]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let scan = scan.spawn().unwrap();
+    std::thread::sleep(SENT);
+    client.set_access(&named(READABLE), Access::private(0, 0)).await.unwrap();
+    let output = scan.wait_with_output().unwrap();
+    assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains("not found"), "{error}");
+    assert_eq!(attacker.accepted().unwrap(), HELD_ONE_BY_ONE);
 }
