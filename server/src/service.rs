@@ -71,7 +71,7 @@ pub struct Service {
     pub watches: Arc<Quota>,
     /// Open streams of answers, watches among them.
     pub streams: Arc<Quota>,
-    /// Bytes of requests that are not complete, and of answers that are not sent.
+    /// Bytes of requests whose calls are in progress, and of answers that are not sent.
     pub(crate) buffered: Arc<Quota>,
     /// Bytes of messages of streams that are not sent.
     pub(crate) buffered_streams: Arc<Quota>,
@@ -124,7 +124,7 @@ impl Service {
             watches: quota("watches", limits.watches_per_user),
             streams: quota("streams", limits.streams_per_user),
             buffered: quotas
-                .quota("bytes of unread answers and incomplete requests", limits.buffered_bytes_per_user),
+                .quota("bytes of unread answers and of requests in progress", limits.buffered_bytes_per_user),
             buffered_streams: quotas.quota("bytes of unread streams", limits.buffered_bytes_per_user),
             retained: quota("retained snapshots", limits.retained_per_user),
             tracked,

@@ -64,7 +64,7 @@ const REFUSING: [Limit; 14] = [
     limit("--max-sessions-per-user", 3, " 3 connections; 1 more would exceed the limit of 3"),
     limit("--max-watches-per-user", 3, " 3 watches; 1 more would exceed the limit of 3"),
     limit("--max-streams-per-user", 3, " 3 streams; 1 more would exceed the limit of 3"),
-    limit("--max-buffered-bytes-per-user", 1 << 16, " bytes of unread answers and incomplete requests; "),
+    limit("--max-buffered-bytes-per-user", 1 << 16, " bytes of unread answers and of requests in progress; "),
     limit("--max-retained-snapshots-per-user", 3, " 3 retained snapshots; 1 more"),
     limit("--max-state-bytes-per-user", 1 << 15, " bytes of page states; "),
     limit("--max-shared-snapshots-per-user", 3, " 3 shared snapshots; 1 more"),

@@ -9,6 +9,7 @@ use tower::{Layer, Service};
 
 use super::peer::PeerInfo;
 use super::stream::Streamed;
+use super::unreceived::RequestCharge;
 use super::unsent::AnswerKind;
 use super::{unreceived, unsent};
 use crate::status::status;
@@ -55,13 +56,17 @@ where
             Ok(reserved) => reserved,
             Err(error) => return Box::pin(async move { Ok(status(error).into_http()) }),
         };
-        let answer = self.0.call(if is_one_message {
-            request.map(|body| unreceived::bounded(unreceived, body))
+        let (parts, body) = request.into_parts();
+        let (body, charge) = if is_one_message {
+            unreceived::bounded(unreceived, body)
         } else {
-            request
-        });
+            (body, RequestCharge::default())
+        };
+        let answer = self.0.call(Request::from_parts(parts, body));
         Box::pin(async move {
             let answer = answer.await?;
+            // The request is dropped.
+            drop(charge);
             let is_stream = answer.extensions().get::<Streamed>().is_some();
             let kind = if is_stream { AnswerKind::Stream } else { AnswerKind::Single(reserved) };
             Ok(answer.map(|body| unsent::bounded(unsent, kind, body)))

@@ -1,5 +1,4 @@
-//! Charges a user for the messages that the service buffers: requests that the user has not completed, and answers that it has not
-//! read.
+//! Charges a user for the messages that the service buffers: requests of calls in progress, and answers that the user has not read.
 //!
 //! What exceeds the limit is refused. Streams are limited by their number, and each may have one message in a buffer: further ones count
 //! for a limit of their own, and wait. So unread streams refuse no call of their user, and unread calls stop no stream.
@@ -12,7 +11,7 @@ use crate::files::{Caller, FileError, Quota, QuotaPermit};
 use crate::service::Service;
 
 /// Size of the buffer that tonic begins a message with. It grows by doubling.
-const MIN_BUFFER_BYTES: usize = 8 << 10;
+pub(super) const MIN_BUFFER_BYTES: usize = 8 << 10;
 
 /// Who is charged for the messages of a connection.
 #[derive(Debug)]

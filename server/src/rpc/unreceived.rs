@@ -1,14 +1,14 @@
-//! Bounds the memory of requests that clients do not complete.
+//! Bounds the memory of requests.
 //!
 //! A request is decoded when all of it has arrived, and up to the size limit of a request is held until then. Of the
 //! calls of a connection, [`CONCURRENT_REQUESTS`] are received at a time. What others have sent stays in their HTTP/2 windows, which
 //! hold [`CONNECTION_WINDOW_BYTES`] together, and a share of them that each call may fill: so no call delays the one whose turn it is.
 //! A request that is not complete after [`REQUEST_TIMEOUT`] is refused. [`Buffers`] charges the user for what is received of a request
-//! until it is complete.
+//! until its call ends: a call may wait, and hold what it was asked for.
 
 use std::fmt;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -19,8 +19,8 @@ use tokio::time::{Instant, Sleep};
 use tonic::Status;
 use tonic::body::Body;
 
-use super::buffers::Buffers;
-use crate::files::QuotaPermit;
+use super::buffers::{Buffers, MIN_BUFFER_BYTES};
+use crate::files::{FileError, QuotaPermit};
 use crate::status::status;
 
 /// Concurrent calls on one connection.
@@ -53,12 +53,15 @@ struct BoundedRequest {
     turn: Turn,
     received: usize,
     buffers: Arc<Buffers>,
-    /// For what was received, until the request is complete.
-    charge: Option<QuotaPermit>,
+    charge: RequestCharge,
     deadline: Instant,
     /// Wakes the task at the deadline. `None` until the request is waited for.
     timeout: Option<Pin<Box<Sleep>>>,
 }
+
+/// The charge for what was received of a request, if that is more than what is reserved for each call.
+#[derive(Clone, Debug, Default)]
+pub(super) struct RequestCharge(Arc<Mutex<Option<QuotaPermit>>>);
 
 enum Turn {
     Waiting(Pin<Box<dyn Future<Output = Turn> + Send>>),
@@ -69,12 +72,12 @@ enum Turn {
     Over,
 }
 
-/// A request of a connection, bounded.
-pub(super) fn bounded(connection: Unreceived, inner: Body) -> Body {
+/// A request of a connection, bounded. The user is charged until both results are dropped.
+pub(super) fn bounded(connection: Unreceived, inner: Body) -> (Body, RequestCharge) {
     bounded_until(Instant::now() + REQUEST_TIMEOUT, connection, inner)
 }
 
-fn bounded_until(deadline: Instant, connection: Unreceived, inner: Body) -> Body {
+fn bounded_until(deadline: Instant, connection: Unreceived, inner: Body) -> (Body, RequestCharge) {
     let Unreceived { turns, buffers } = connection;
     let turn = match Arc::clone(&turns).try_acquire_owned() {
         Ok(permit) => Turn::Taken { _until_dropped: permit },
@@ -83,7 +86,10 @@ fn bounded_until(deadline: Instant, connection: Unreceived, inner: Body) -> Body
             turns.acquire_owned().await.map_or(Turn::Over, |permit| Turn::Taken { _until_dropped: permit })
         })),
     };
-    Body::new(BoundedRequest { inner, turn, received: 0, buffers, charge: None, deadline, timeout: None })
+    let charge = RequestCharge::default();
+    let request =
+        BoundedRequest { inner, turn, received: 0, buffers, charge: charge.clone(), deadline, timeout: None };
+    (Body::new(request), charge)
 }
 
 impl BoundedRequest {
@@ -92,32 +98,45 @@ impl BoundedRequest {
             self.turn = ready!(turn.as_mut().poll(cx));
         }
         let frame = ready!(Pin::new(&mut self.inner).poll_frame(cx));
-        let frame = match frame {
-            Some(Ok(frame)) if !self.inner.is_end_stream() => Some(self.charged(frame)),
-            frame => {
-                self.end();
-                frame
-            }
-        };
+        let frame = frame.map(|frame| frame.and_then(|frame| self.charged(frame)));
+        if self.inner.is_end_stream() || !matches!(frame, Some(Ok(_))) {
+            self.turn = Turn::Over;
+        }
         Poll::Ready(frame)
     }
 
-    /// A frame that is not the last one, if its user may have so much in buffers.
+    /// A frame, if its user may have so much in buffers.
     fn charged(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, Status> {
         self.received += frame.data_ref().map_or(0, Bytes::len);
-        let charged = match &mut self.charge {
-            Some(charge) => self.buffers.charge_more(charge, self.received),
-            none => self.buffers.charge(self.received).map(|charge| *none = Some(charge)),
-        };
-        charged.map(|()| frame).map_err(|error| {
-            self.end();
+        self.charge.grow(&self.buffers, self.received).map(|()| frame).map_err(|error| {
+            self.refuse();
             status(error)
         })
     }
 
-    fn end(&mut self) {
+    fn refuse(&mut self) {
         self.turn = Turn::Over;
-        self.charge = None;
+        self.charge.end();
+    }
+}
+
+impl RequestCharge {
+    fn grow(&self, buffers: &Buffers, bytes: usize) -> Result<(), FileError> {
+        match &mut *self.charge() {
+            Some(charge) => buffers.charge_more(charge, bytes),
+            None if bytes <= MIN_BUFFER_BYTES => Ok(()),
+            none => buffers.charge(bytes).map(|charge| *none = Some(charge)),
+        }
+    }
+
+    fn end(&self) {
+        let ended = self.charge().take();
+        drop(ended);
+    }
+
+    fn charge(&self) -> MutexGuard<'_, Option<QuotaPermit>> {
+        // No code panics with the lock held.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -133,7 +152,7 @@ impl HttpBody for BoundedRequest {
         let deadline = this.deadline;
         let timeout = this.timeout.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
         ready!(timeout.as_mut().poll(cx));
-        this.end();
+        this.refuse();
         let message = format!("the request was not complete {REQUEST_TIMEOUT:?} after its headers");
         Poll::Ready(Some(Err(Status::deadline_exceeded(message))))
     }
@@ -182,9 +201,20 @@ mod tests {
 
     /// The end of a request that its client has, and the one that the service has. One part was sent.
     fn request(connection: &Unreceived, deadline: Instant) -> (mpsc::UnboundedSender<Bytes>, Body) {
+        let (client, body, _) = charged_request(connection, deadline, 4);
+        (client, body)
+    }
+
+    /// The same with the charge for it. `bytes` of it were sent.
+    fn charged_request(
+        connection: &Unreceived,
+        deadline: Instant,
+        bytes: usize,
+    ) -> (mpsc::UnboundedSender<Bytes>, Body, RequestCharge) {
         let (client, sent) = mpsc::unbounded_channel();
-        client.send(Bytes::from_static(b"part")).unwrap();
-        (client, bounded_until(deadline, connection.clone(), Body::new(Sent(sent))))
+        client.send(vec![0; bytes].into()).unwrap();
+        let (body, charge) = bounded_until(deadline, connection.clone(), Body::new(Sent(sent)));
+        (client, body, charge)
     }
 
     #[derive(Debug, PartialEq, Eq)]
@@ -257,24 +287,33 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn incomplete_requests_of_all_connections_count_for_their_user() {
+    async fn requests_of_all_connections_count_for_their_user_until_their_calls_end() {
         let never = Instant::now() + Duration::from_secs(3600);
-        let buffers = buffers(32 << 10, 0);
-        let connection = || Unreceived::new(Arc::clone(&buffers));
-        let (first_client, mut first) = request(&connection(), never);
-        let (_second_client, mut second) = request(&connection(), never);
-        assert_eq!([read(&mut first).await, read(&mut second).await], [Read::Part, Read::Part]);
-        // With 8 KiB of the second one, more than 32 KiB.
+        let buffers = buffers(48 << 10, 0);
+        let request = |kib: usize| charged_request(&Unreceived::new(Arc::clone(&buffers)), never, kib << 10);
+        let (_small_client, mut small, _small_charge) = request(8);
+        let (first_client, mut first, _first_charge) = request(16);
+        let (_second_client, mut second, second_charge) = request(10);
+        for body in [&mut small, &mut first, &mut second] {
+            assert_eq!(read(body).await, Read::Part);
+        }
+        // With 16 KiB of the second one, more than 48 KiB.
         first_client.send(vec![0; 20 << 10].into()).unwrap();
         assert_eq!(read(&mut first).await, Read::Failed(Code::ResourceExhausted));
         // It counts no more.
-        let (third_client, mut third) = request(&connection(), never);
+        let (third_client, mut third, third_charge) = request(32);
         assert_eq!(read(&mut third).await, Read::Part);
-        third_client.send(vec![0; 10 << 10].into()).unwrap();
-        assert_eq!(read(&mut third).await, Read::Part);
+        // One that is complete counts until its call ends.
         drop(third_client);
         assert_eq!(read(&mut third).await, Read::End);
-        // Nor does one that is complete.
-        assert!(buffers.charge(16 << 10).is_ok());
+        drop(third);
+        assert!(buffers.charge(0).is_err());
+        drop(third_charge);
+        assert!(buffers.charge(32 << 10).is_ok());
+        // So does one that is canceled.
+        drop(second);
+        assert!(buffers.charge(48 << 10).is_err());
+        drop(second_charge);
+        assert!(buffers.charge(48 << 10).is_ok());
     }
 }

@@ -111,7 +111,7 @@ fn lists(service: &Service) -> bool {
 #[track_caller]
 fn assert_refused(status: &Status) {
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
-    assert!(status.message().contains("bytes of unread answers and incomplete requests; "), "{status}");
+    assert!(status.message().contains("bytes of unread answers and of requests in progress; "), "{status}");
 }
 
 /// Leaves answers unread. Asserts that the service has at most `max_bytes` of memory, and returns how many calls were refused.
