@@ -144,7 +144,7 @@ impl Receivers {
             match pass(&process) {
                 // The process has ended, which its supervisor will notice.
                 Err(error) if !is_new && matches!(error.errno, Errno::EPIPE | Errno::ECONNRESET) => {
-                    roster.remove(&process);
+                    roster.end(&process);
                 }
                 passed => {
                     let passed = passed.map_err(|error| ReceiverError::Pass(user, error))?;
@@ -206,7 +206,9 @@ impl UserReceivers {
     /// Watches a receiver until it has ended and is reaped.
     async fn supervise(&self, process: &Arc<ReceiverProcess>) {
         let (mut is_blocked, end) = self.watch(process).await;
-        self.roster.lock().await.remove(process);
+        if !is_blocked {
+            self.roster.lock().await.end(process);
+        }
         process.abandon().await;
         let killed = Instant::now();
         let status = loop {
@@ -219,7 +221,7 @@ impl UserReceivers {
             }
             sleep(PING_INTERVAL).await;
         };
-        self.roster.lock().await.reaped();
+        self.roster.lock().await.reaped(process);
         let (incident, limit, reason) = match end {
             End::Idle => return,
             End::Unanswered => {
@@ -309,8 +311,8 @@ impl UserReceivers {
         // One that has ended is not available either, and is to be reported.
         let is_spare = is_blocked || (is_available && !roster.is_current(process));
         let ends = is_idle && (is_spare || used.elapsed() >= IDLE_TIMEOUT);
-        if ends {
-            roster.remove(process);
+        if ends && !is_blocked {
+            roster.end(process);
         }
         ends
     }

@@ -1,10 +1,12 @@
 //! The receivers of one user, and which of them gets the next connection. Pure.
 //!
 //! ```text
-//!           start              blocked            killed            reaped
-//!   (none) -------> available ---------> blocked --------> ending --------> (none)
-//!                       ^                   |
-//!                       +-- answers again --+
+//!           start              blocked             reaped
+//!   (none) -------> available ----------> blocked --------> (none)
+//!                    |  ^                  |  ^               ^
+//!                    |  +- answers again --+  | late          |
+//!                    |                        |    reaped     |
+//!                    +------- ends -------> ending -----------+
 //! ```
 //!
 //! A receiver runs as long as one of its sessions, also when another one has replaced it. So one that answers again is available again,
@@ -16,7 +18,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Receivers of one user that run. While all of them are blocked or end, further connections of the user are refused.
 pub(super) const MAX_PER_USER: usize = 4;
-/// Receivers of all users but root that are blocked or end. With so many, users without an available one get none.
+/// Receivers of all users but root that are blocked. With so many, users without an available one get none.
 pub(super) const MAX_BLOCKED_OF_USERS: usize = 16 * MAX_PER_USER;
 
 /// No further receiver can be started.
@@ -31,12 +33,14 @@ pub(super) enum Full {
 pub(super) struct Roster<P> {
     /// The last one gets the next connection.
     available: Vec<Arc<P>>,
+    /// Those that are killed, or have ended, and were not blocked.
+    ending: Vec<Arc<P>>,
     /// Those that were started and are not reaped.
     running: usize,
     blocked: Blocked,
 }
 
-/// Counts the receivers of a user that run and are not available.
+/// Counts the receivers of a user that are blocked.
 #[derive(Debug)]
 struct Blocked {
     count: usize,
@@ -47,7 +51,12 @@ struct Blocked {
 impl<P> Roster<P> {
     /// `of_users`: those of all users but root; `None` for root.
     pub(super) const fn new(of_users: Option<Arc<AtomicUsize>>) -> Self {
-        Self { available: Vec::new(), running: 0, blocked: Blocked { count: 0, of_users } }
+        Self {
+            available: Vec::new(),
+            ending: Vec::new(),
+            running: 0,
+            blocked: Blocked { count: 0, of_users },
+        }
     }
 
     /// The receiver that gets the next connection.
@@ -87,10 +96,23 @@ impl<P> Roster<P> {
         self.count();
     }
 
-    /// A receiver gets no connections.
+    /// A receiver is blocked, and gets no connections.
     pub(super) fn remove(&mut self, receiver: &Arc<P>) {
-        self.available.retain(|available| !Arc::ptr_eq(available, receiver));
+        self.forget(receiver);
         self.count();
+    }
+
+    /// A receiver that is not blocked is to end, or has ended, and gets no connections.
+    pub(super) fn end(&mut self, receiver: &Arc<P>) {
+        self.forget(receiver);
+        self.ending.push(Arc::clone(receiver));
+        self.count();
+    }
+
+    fn forget(&mut self, receiver: &Arc<P>) {
+        for receivers in [&mut self.available, &mut self.ending] {
+            receivers.retain(|known| !Arc::ptr_eq(known, receiver));
+        }
     }
 
     /// A receiver answers again. It gets connections when the current one gets none.
@@ -102,13 +124,14 @@ impl<P> Roster<P> {
     }
 
     /// A receiver that gets no connections is reaped.
-    pub(super) fn reaped(&mut self) {
+    pub(super) fn reaped(&mut self, receiver: &Arc<P>) {
+        self.forget(receiver);
         self.running -= 1;
         self.count();
     }
 
     fn count(&mut self) {
-        self.blocked.set(self.running - self.available.len());
+        self.blocked.set(self.running - self.available.len() - self.ending.len());
     }
 }
 
@@ -156,9 +179,9 @@ mod tests {
             }
         }
         assert_eq!(roster.running(), MAX_PER_USER);
-        for _ in 0..MAX_PER_USER {
-            roster.available.clear();
-            roster.reaped();
+        let last = roster.current().cloned().unwrap();
+        for receiver in blocked.iter().chain([&last]) {
+            roster.reaped(receiver);
         }
         assert_eq!((roster.running(), of_users.load(Ordering::Relaxed)), (0, 0));
     }
@@ -191,7 +214,15 @@ mod tests {
         }
         assert_eq!(of_user().check(), Err(Full::AllUsers));
         assert_eq!(Roster::new(None).check(), Ok(()));
-        users[0].reaped();
+        // Those that only end count no more, unless they are late.
+        let ends = Arc::new(0);
+        users[0].reaped(&Arc::new(0));
+        users[0].add(Arc::clone(&ends));
+        users[0].end(&ends);
+        assert_eq!((users[0].current(), of_user().check()), (None, Ok(())));
+        users[0].remove(&ends);
+        assert_eq!(of_user().check(), Err(Full::AllUsers));
+        users[0].reaped(&ends);
         assert_eq!(of_user().check(), Ok(()));
     }
 }
