@@ -3,21 +3,34 @@
 //! The caller passes the descriptors of a process through a socket to a thread that is free, then the job. The thread replies with the
 //! child, and is free again. A start that is late keeps its thread, and its child is killed.
 
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::process::Child;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fdmap_sys::process::{self, SignalsBlocked};
 use fdmap_sys::scm;
 
 /// They end when this is dropped.
-#[derive(Debug)]
 pub(super) struct Starters<T> {
-    threads: Vec<Starter<T>>,
+    /// The one that takes an index from `free` uses its thread alone.
+    threads: Vec<Mutex<Starter<T>>>,
     free: Arc<Free>,
+    /// Makes the thread of an index.
+    make: Box<dyn Fn(usize) -> io::Result<Starter<T>> + Send + Sync>,
+}
+
+impl<T> fmt::Debug for Starters<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Starters")
+            .field("threads", &self.threads.len())
+            .field("free", &self.free)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Indices of the threads that are free.
@@ -32,6 +45,7 @@ struct Starter<T> {
     jobs: Sender<Job<T>>,
     /// The other end is in the descriptor table of the thread. The queue holds the packet of one job at most.
     socket: OwnedFd,
+    thread: JoinHandle<()>,
 }
 
 #[derive(Debug)]
@@ -51,15 +65,17 @@ impl<T: Send + 'static> Starters<T> {
     /// `socketpair`, clone of a thread, `close_range`.
     pub(super) fn new<F>(count: usize, start: F) -> io::Result<Self>
     where
-        F: Fn(T, Vec<OwnedFd>) -> io::Result<Child> + Clone + Send + 'static,
+        F: Fn(T, Vec<OwnedFd>) -> io::Result<Child> + Clone + Send + Sync + 'static,
     {
         let free = Arc::new(Free::default());
+        let is_free = Arc::clone(&free);
+        let make = Box::new(move |index| Starter::new(index, Arc::clone(&is_free), start.clone()));
         let threads = (0..count).map(|index| {
-            let thread = Starter::new(index, Arc::clone(&free), start.clone())?;
+            let thread = make(index)?;
             free.add(index);
-            Ok(thread)
+            Ok(Mutex::new(thread))
         });
-        Ok(Self { threads: threads.collect::<io::Result<_>>()?, free })
+        Ok(Self { threads: threads.collect::<io::Result<_>>()?, free, make })
     }
 
     /// Starts a process, and closes the descriptors here.
@@ -76,14 +92,8 @@ impl<T: Send + 'static> Starters<T> {
         let deadline = Instant::now() + timeout;
         let late = |what: &str| io::Error::new(io::ErrorKind::TimedOut, format!("{what} within {timeout:?}"));
         let index = self.free.take(timeout).ok_or_else(|| late("no thread that starts processes is free"))?;
-        let Starter { jobs, socket } = &self.threads[index];
-        let passed: Vec<_> = descriptors.iter().map(OwnedFd::as_fd).collect();
-        scm::send(socket.as_fd(), PACKET, &passed).inspect_err(|_| self.free.add(index))?;
-        // The packet has copies.
-        drop(descriptors);
         let (reply, started) = sync_channel(0);
-        let ended = || io::Error::other("the thread that starts processes has ended");
-        jobs.send(Job { program, reply }).map_err(|_| ended())?;
+        self.pass(index, Job { program, reply }, descriptors).inspect_err(|_| self.free.add(index))?;
         started.recv_timeout(deadline.saturating_duration_since(Instant::now())).map_err(
             |error| match error {
                 RecvTimeoutError::Timeout => late("the process is not started"),
@@ -91,6 +101,23 @@ impl<T: Send + 'static> Starters<T> {
             },
         )?
     }
+
+    /// Passes a job to the thread of an index. Makes another thread if that one has ended.
+    fn pass(&self, index: usize, job: Job<T>, descriptors: Vec<OwnedFd>) -> io::Result<()> {
+        let mut starter = self.threads[index].lock().unwrap_or_else(PoisonError::into_inner);
+        if starter.thread.is_finished() {
+            *starter = (self.make)(index)?;
+        }
+        let passed: Vec<_> = descriptors.iter().map(OwnedFd::as_fd).collect();
+        scm::send(starter.socket.as_fd(), PACKET, &passed)?;
+        // The packet has copies.
+        drop(descriptors);
+        starter.jobs.send(job).map_err(|_| ended())
+    }
+}
+
+fn ended() -> io::Error {
+    io::Error::other("the thread that starts processes has ended")
 }
 
 impl<T: Send + 'static> Starter<T> {
@@ -111,16 +138,15 @@ impl<T: Send + 'static> Starter<T> {
                 serve(&received, &theirs, || free.add(index), start);
             }
         };
-        std::thread::Builder::new().name("starter".to_owned()).spawn(run)?;
-        let ended = |_| io::Error::other("a thread that starts processes has ended at once");
-        is_ready.recv().map_err(ended)??;
+        let thread = std::thread::Builder::new().name("starter".to_owned()).spawn(run)?;
+        is_ready.recv().map_err(|_| ended())??;
         // Closes it in the table of the other threads.
         nix::unistd::close(number)?;
-        Ok(Self { jobs, socket })
+        Ok(Self { jobs, socket, thread })
     }
 }
 
-/// Returns when the service drops the other end of `jobs`.
+/// Returns when the service drops the other end of `jobs`, or a call fails.
 fn serve<T>(
     jobs: &Receiver<Job<T>>,
     socket: &OwnedFd,
@@ -131,8 +157,8 @@ fn serve<T>(
         let packet = scm::receive(socket.as_fd(), &mut [0; PACKET.len()]);
         let started = match packet {
             Ok(packet) => start(program, packet.map_or_else(Vec::new, |packet| packet.descriptors)),
-            // A packet that stayed in the queue would be that of the next job.
-            Err(_) => return,
+            // A packet that stayed in the queue would be that of the next job: another thread replaces this one.
+            Err(_) => return is_free(),
         };
         // The caller has left. Both calls fail only for a process that has ended.
         if let Err(SendError(Ok(mut child))) = reply.send(started) {
@@ -177,9 +203,14 @@ mod tests {
         let is_starter =
             |task: &PathBuf| std::fs::read(task.join("comm")).is_ok_and(|name| name == b"starter\n");
         let starters: Vec<_> = tasks.filter(is_starter).collect();
-        let descriptors = starters.iter().flat_map(|task| std::fs::read_dir(task.join("fd"))).flatten();
-        let targets = descriptors.flatten().flat_map(|fd| std::fs::read_link(fd.path())).collect();
+        let targets = starters.iter().flat_map(|task| targets_of(task)).collect();
         (!starters.is_empty()).then_some(targets)
+    }
+
+    /// Targets of the descriptors of a thread. None, if the thread has ended.
+    fn targets_of(task: &Path) -> Vec<PathBuf> {
+        let descriptors = std::fs::read_dir(task.join("fd")).into_iter().flatten().flatten();
+        descriptors.flat_map(|fd| std::fs::read_link(fd.path())).collect()
     }
 
     /// Waits for the permission to start it.
@@ -209,6 +240,7 @@ mod tests {
         let _marker = memfd::create("marker", None).unwrap();
         let starters = gated_starters(2);
         let is_marker = |target: &PathBuf| target == Path::new("/memfd:marker (deleted)");
+        assert!(targets_of(Path::new("/proc/thread-self")).iter().any(is_marker), "its own table has it");
         let began = Instant::now();
         // Another test may start a thread, which has all descriptors at first.
         while targets_of_starters().expect("a thread").iter().any(is_marker) {
@@ -240,6 +272,23 @@ mod tests {
         assert!(!Path::new(&format!("/proc/{killed}")).exists(), "{killed} was left");
         end(child);
         drop(open_too);
+    }
+
+    #[test]
+    fn thread_that_has_ended_is_replaced() {
+        let (starters, _started) = gated_starters(1);
+        let ended = Starter {
+            jobs: channel().0,
+            socket: scm::socket_pair().unwrap().0,
+            thread: std::thread::spawn(|| ()),
+        };
+        while !ended.thread.is_finished() {
+            std::thread::yield_now();
+        }
+        *starters.threads[0].lock().unwrap() = ended;
+        for _ in 0..2 {
+            end(starters.start(Gated(None), Vec::new(), TIMEOUT).unwrap());
+        }
     }
 
     #[test]
