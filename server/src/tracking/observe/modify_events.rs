@@ -1,6 +1,7 @@
 //! Events of writes through descriptors, for all tracked files: fanotify, which names the thread that wrote, or inotify.
 
 use std::collections::HashMap;
+use std::io::{self, PipeWriter};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,8 +23,6 @@ use crate::scan::ScanCoalescer;
 const MAX_THREADS: usize = 4096;
 /// Time between two reads of the events of all files.
 const READ_INTERVAL: Duration = Duration::from_millis(50);
-/// Time in which the thread that reads them notices that the service ends.
-const END_INTERVAL: Duration = Duration::from_secs(1);
 /// Events that are read before others get the lock.
 const MAX_EVENTS_PER_READ: usize = 1024;
 /// Time for which the events of a file are counted.
@@ -129,8 +128,8 @@ struct Watches {
     inotify_read: u64,
     /// Since when the queue of fanotify is long.
     long_since: Option<Instant>,
-    /// A thread reads events.
-    has_reader: bool,
+    /// The thread that reads events ends when this is dropped. `None`: there is none.
+    reader: Option<PipeWriter>,
 }
 
 /// A file with a mark.
@@ -154,7 +153,7 @@ impl ModifyEvents {
                 tracing::info!(reason, "threads that write through descriptors are not named");
             })
             .ok();
-        let (marked, watched, has_reader) = (HashMap::new(), HashMap::new(), false);
+        let (marked, watched) = (HashMap::new(), HashMap::new());
         let inotify = Inotify::new()?;
         let watches = Watches {
             fanotify,
@@ -164,7 +163,7 @@ impl ModifyEvents {
             fanotify_read: 0,
             inotify_read: 0,
             long_since: None,
-            has_reader,
+            reader: None,
         };
         Ok(Self(Arc::new(Mutex::new(watches))))
     }
@@ -227,29 +226,30 @@ impl ModifyEvents {
     }
 
     fn start_reader(&self, watches: &mut Watches) {
-        if watches.has_reader {
+        if watches.reader.is_some() {
             return;
         }
         let queues = [watches.fanotify.as_ref().map(Fanotify::as_fd), Some(watches.inotify.as_fd())];
         let queues = queues.into_iter().flatten().map(|queue| queue.try_clone_to_owned());
         let its = Arc::downgrade(&self.0);
-        let started = queues.collect::<Result<Vec<_>, _>>().and_then(|queues| {
-            let run = move || read_events(&its, &queues);
-            std::thread::Builder::new().name("modify-events".to_owned()).spawn(run)
+        let started = queues.collect::<io::Result<Vec<_>>>().and_then(|mut polled| {
+            let (ended, end) = io::pipe()?;
+            polled.push(ended.into());
+            let run = move || read_events(&its, &polled);
+            std::thread::Builder::new().name("modify-events".to_owned()).spawn(run)?;
+            Ok(end)
         });
         // Without a thread, the next file starts one.
-        watches.has_reader = started.is_ok();
+        watches.reader = started.ok();
     }
 }
 
-/// Reads events until the service ends, when there are some.
-fn read_events(watches: &Weak<Mutex<Watches>>, queues: &[OwnedFd]) {
+/// Reads events until the service ends, when there are some. `polled`: the queues of events, and a pipe that ends with the service.
+fn read_events(watches: &Weak<Mutex<Watches>>, polled: &[OwnedFd]) {
     loop {
-        let mut polled: Vec<_> =
-            queues.iter().map(|queue| PollFd::new(queue.as_fd(), PollFlags::POLLIN)).collect();
-        let timeout = PollTimeout::try_from(END_INTERVAL).unwrap_or(PollTimeout::MAX);
+        let mut polled: Vec<_> = polled.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
         // A failure was caused by a signal, and counts as no event.
-        let ready = poll(&mut polled, timeout).unwrap_or(0);
+        let ready = poll(&mut polled, PollTimeout::NONE).unwrap_or(0);
         let Some(watches) = watches.upgrade() else { return };
         if ready > 0 {
             deliver(&watches);
