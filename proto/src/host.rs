@@ -126,7 +126,7 @@ pub struct HostLimits {
     /// Total size of the shared snapshots that a user's processes hold, each rounded up to whole pages, bytes. Also the
     /// maximum size of one shared snapshot; that maximum applies to administrators too.
     pub max_shared_snapshot_bytes_per_user: u64,
-    /// The same for all users but root together.
+    /// Shared snapshots that the processes of all users but root hold together, bytes.
     pub max_shared_snapshot_bytes_of_users: u64,
     /// Shared snapshots that a user's processes hold.
     pub max_shared_snapshots_per_user: u32,

@@ -35,9 +35,9 @@ pub struct BlockingCalls {
     schedule: Arc<Schedule>,
 }
 
-/// A call that uses threads at times.
+/// A call in progress. It counts toward the calls of its user, and may use threads one after another.
 #[derive(Debug)]
-pub(crate) struct Call {
+pub(crate) struct ThreadedCall {
     schedule: Arc<Schedule>,
     thread: Thread,
     _permit: QuotaPermit,
@@ -116,18 +116,18 @@ impl BlockingCalls {
         in_a_thread(running, work).await
     }
 
-    /// A call of the caller, which is in progress until the result is dropped.
+    /// Begins a call of the caller. It counts as in progress until the result is dropped.
     ///
     /// # Errors
     /// [`FileError::Limit`]
-    pub(crate) fn begin(&self, caller: &Caller) -> Result<Call, FileError> {
+    pub(crate) fn begin(&self, caller: &Caller) -> Result<ThreadedCall, FileError> {
         let permit = self.calls.acquire(caller, 1)?;
         let thread = thread_of(caller, &permit);
-        Ok(Call { schedule: Arc::clone(&self.schedule), thread, _permit: permit })
+        Ok(ThreadedCall { schedule: Arc::clone(&self.schedule), thread, _permit: permit })
     }
 }
 
-impl Call {
+impl ThreadedCall {
     /// Resolves when the call may use a thread, until what it resolves to is dropped. Threads of administrators are not counted.
     pub(crate) fn thread(&self) -> impl Future<Output = impl Send + use<>> + Send + use<> {
         self.schedule.start(Needs { thread: self.thread, file: None })

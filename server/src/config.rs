@@ -120,7 +120,8 @@ pub struct LimitArgs {
     /// snapshot, of root too [default: min(RAM/32,4GiB)]
     #[arg(long, value_name = "BYTES")]
     pub max_shared_snapshot_bytes: Option<u64>,
-    /// The same for all users but root together [default: min(RAM/8,64GiB)]
+    /// Shared snapshots that the processes of all users but root hold together, in bytes. Without this option, at least
+    /// --max-shared-snapshot-bytes [default: min(RAM/8,64GiB)]
     #[arg(long, value_name = "BYTES")]
     pub max_shared_snapshot_bytes_of_users: Option<u64>,
     /// Shared snapshots that the processes of one user hold. Each costs fdmapd a descriptor

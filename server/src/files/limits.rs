@@ -38,7 +38,7 @@ pub struct Limits {
     /// Shared snapshots that one user's processes hold, in bytes. Also the size limit of a single one, which applies to
     /// administrators too.
     pub shared_bytes_per_user: u64,
-    /// The same of all users but root together.
+    /// Shared snapshots that the processes of all users but root hold together, in bytes.
     pub shared_bytes_of_users: u64,
     /// Shared snapshots that one user's processes hold. Each costs the service a descriptor.
     pub shared_per_user: u32,

@@ -56,7 +56,8 @@ impl Quotas {
         self.quota_of_users(resource, max_per_user, u64::MAX)
     }
 
-    /// The same, where all users together have at most `max_of_users`, too.
+    /// A quota of at most `max_per_user` for each user, and `max_of_users` for all users but root together, both in units of
+    /// `resource`.
     #[must_use]
     pub fn quota_of_users(&self, resource: &'static str, max_per_user: u64, max_of_users: u64) -> Arc<Quota> {
         Arc::new(Quota {

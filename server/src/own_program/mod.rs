@@ -22,10 +22,10 @@ use starters::Starters;
 /// `None`: there are no threads, and the next start makes them.
 static STARTERS: Mutex<Option<Arc<Starters<Program>>>> = Mutex::new(None);
 
-/// More than one, since a start can hang: before Linux 6.9, a close of a socket can close descriptors of others.
+/// Threads that start processes. More than one, because a start can hang: before Linux 6.9, a close of a socket can close descriptors of others.
 const THREADS: usize = 4;
 
-/// A start takes some milliseconds. Starts of all users wait for these threads.
+/// Time for a start, including the wait for a free thread. A start takes some milliseconds.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Makes the descriptor tables of the processes that start from now on. The service calls this after it gives up capabilities, and
@@ -86,7 +86,8 @@ impl OwnProgram {
     /// Starts a process, and closes the descriptors here.
     ///
     /// # Errors
-    /// As [`Command::spawn`]; `TimedOut` after 5 s; `socketpair`, `sendmsg` and `recvmsg`.
+    /// Those of [`Command::spawn`], `sendmsg`, and of making a thread: `socketpair`, clone, `close_range`. `TimedOut` after
+    /// [`START_TIMEOUT`]. `Other` if the thread has ended.
     pub(crate) fn start(self) -> io::Result<Child> {
         let Self { arguments, capabilities, descriptors } = self;
         let has_descriptor = descriptors.each_ref().map(Option::is_some);
@@ -95,7 +96,7 @@ impl OwnProgram {
     }
 }
 
-/// What a thread starts. The descriptors are passed beside it.
+/// The arguments of a process to start. Its descriptors are passed separately.
 #[derive(Debug)]
 struct Program {
     arguments: Vec<OsString>,

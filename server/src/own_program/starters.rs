@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use fdmap_sys::process::{self, SignalsBlocked};
 use fdmap_sys::scm;
 
-/// They end when this is dropped.
+/// Threads that start processes. They end when this is dropped.
 pub(super) struct Starters<T> {
-    /// The one that takes an index from `free` uses its thread alone.
+    /// A caller that has taken an index from `free` is the only user of that thread.
     threads: Vec<Mutex<Starter<T>>>,
     free: Arc<Free>,
     /// Makes the thread of an index.

@@ -1,6 +1,6 @@
 //! Charges a user for the messages that the service buffers: requests of calls in progress, and answers that the user has not read.
 //!
-//! What exceeds the limit is refused. Streams are limited by their number, and each may have one message in a buffer: further ones count
+//! A message beyond the limit is refused. Streams are limited by their number, and each may have one message in a buffer: further ones count
 //! for a limit of their own, and wait. So unread streams refuse no call of their user, and unread calls stop no stream.
 
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::service::Service;
 /// Size of the buffer that tonic begins a message with. It grows by doubling.
 pub(super) const MIN_BUFFER_BYTES: usize = 8 << 10;
 
-/// Who is charged for the messages of a connection.
+/// The user, and the quotas, that are charged for the messages of a connection.
 #[derive(Debug)]
 pub(super) struct Buffers {
     caller: Caller,

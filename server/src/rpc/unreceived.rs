@@ -3,8 +3,8 @@
 //! A request is decoded when all of it has arrived, and up to the size limit of a request is held until then. Of the
 //! calls of a connection, [`CONCURRENT_REQUESTS`] are received at a time. What others have sent stays in their HTTP/2 windows, which
 //! hold [`CONNECTION_WINDOW_BYTES`] together, and a share of them that each call may fill: so no call delays the one whose turn it is.
-//! A request that is not complete after [`REQUEST_TIMEOUT`] is refused. [`Buffers`] charges the user for what is received of a request
-//! until its call ends: a call may wait, and hold what it was asked for.
+//! A request that is not complete after [`REQUEST_TIMEOUT`] is refused. [`Buffers`] charges the user for the received bytes of a
+//! request until its answer begins: a call that waits keeps its request in memory.
 
 use std::fmt;
 use std::pin::Pin;

@@ -68,11 +68,11 @@ impl Unsent {
     }
 }
 
-/// Who is charged for the parts of an answer.
+/// The kind of an answer: it decides how its parts are charged.
 pub(super) enum AnswerKind {
     /// Its user is charged for one stream.
     Stream,
-    /// What is reserved for it.
+    /// One message. The permit was reserved before the call.
     Single(QuotaPermit),
 }
 

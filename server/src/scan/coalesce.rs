@@ -4,8 +4,8 @@
 //! begins after the request arrived, so a result is never older than its request unless the request allows an age. Any
 //! number of concurrent requests costs at most two scans, if one scan can serve them all.
 //!
-//! Each scan has the thread of one of its own requests, which ends with it: so no request takes the thread of another for requests that
-//! come later.
+//! Each scan runs on the thread of a request that it serves. The thread ends with the scan, so it never serves requests that arrive
+//! later.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd as _;
@@ -62,10 +62,10 @@ struct Waiter {
     options: ScanOptions,
     /// `CLOCK_MONOTONIC` in nanoseconds. A scan that began before is too old for this request.
     since: u64,
-    reply: oneshot::Sender<Answer>,
+    reply: oneshot::Sender<ScanAnswer>,
 }
 
-type Answer = Result<ScanResult, Arc<ScanError>>;
+type ScanAnswer = Result<ScanResult, Arc<ScanError>>;
 
 impl ScanCoalescer {
     pub fn new(source: ScanSource, probe: Arc<dyn Probe>) -> Arc<Self> {
@@ -145,9 +145,9 @@ impl ScanCoalescer {
     async fn answered<P: Send + 'static, F: Future<Output = P>>(
         self: &Arc<Self>,
         id: RequestId,
-        mut answer: oneshot::Receiver<Answer>,
+        mut answer: oneshot::Receiver<ScanAnswer>,
         permit: impl Fn() -> F,
-    ) -> Result<Answer, oneshot::error::RecvError> {
+    ) -> Result<ScanAnswer, oneshot::error::RecvError> {
         loop {
             let mut ended = pin!(self.ended.notified());
             // From here on, no end is missed.

@@ -25,7 +25,7 @@ const MAX_THREADS_PER_USER: u64 = 16;
 const MAX_OTHERS: u64 = 7;
 /// Files with a process that holds its lock: more than the user and the others may have threads.
 const HELD: u64 = 40;
-/// As many hold the only thread of a user for some seconds.
+/// Files whose checkpoints occupy the only thread of a user for 4 s: 500 ms each.
 const HELD_ONE_BY_ONE: u64 = 8;
 /// Less than the 500 ms that a call may wait for a process.
 const HOLD: Duration = Duration::from_millis(300);
@@ -152,7 +152,7 @@ async fn calls_that_wait_fail_when_their_right_is_revoked() {
 /// A call that waits for a thread needs the right when it has one.
 #[test]
 async fn scan_that_waits_for_a_thread_fails_when_its_right_is_revoked() {
-    const SENT: Duration = Duration::from_millis(500);
+    const SEND_TIME: Duration = Duration::from_millis(500);
     require(root());
     let service = service(&["--max-threads-per-user", "1"]);
     let client = readable_file(&service).await;
@@ -163,7 +163,7 @@ async fn scan_that_waits_for_a_thread_fails_when_its_right_is_revoked() {
     let mut scan = fdmap_as(&service, ATTACKER).unwrap();
     scan.args(["pages", READABLE]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let scan = scan.spawn().unwrap();
-    std::thread::sleep(SENT);
+    std::thread::sleep(SEND_TIME);
     client.set_access(&named(READABLE), Access::private(0, 0)).await.unwrap();
     let output = scan.wait_with_output().unwrap();
     assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");

@@ -27,7 +27,7 @@ const CLOSERS: usize = 4;
 /// Userfaultfds of one user that may wait to be closed.
 const MAX_CLOSING: u64 = 4096;
 /// Userfaultfds in one packet.
-const PASSED: u64 = 3;
+const USERFAULTFDS_PER_PACKET: u64 = 3;
 
 /// Processes of the attacker that hold their locks. Their files have ended, so each thread that closes userfaultfds of the attacker waits
 /// for one of them.
@@ -49,7 +49,7 @@ pub fn pass_with_invalid_requests(endpoint: &Endpoint, max: u64) -> u64 {
     while passed < max {
         let Ok(session) = RawSession::greeted(endpoint) else { break };
         while passed < max {
-            passed += PASSED;
+            passed += USERFAULTFDS_PER_PACKET;
             if !is_open_after_invalid_request(&session).unwrap() {
                 break;
             }
@@ -60,7 +60,8 @@ pub fn pass_with_invalid_requests(endpoint: &Endpoint, max: u64) -> u64 {
 
 /// False if the service has ended the session.
 fn is_open_after_invalid_request(session: &RawSession) -> HarnessResult<bool> {
-    let userfaultfds = [(); PASSED as usize].map(|()| Userfaultfd::create_user_mode_only().unwrap());
+    let userfaultfds =
+        [(); USERFAULTFDS_PER_PACKET as usize].map(|()| Userfaultfd::create_user_mode_only().unwrap());
     // A request names at least one mapping.
     let file = Some(named("none").into());
     let track = v1::Track { file, mappings: Vec::new(), pagemap: true, maps: true, pid: 0 };

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! The next connection of the user of a blocked receiver gets another one, which is started if none is available, up to
-//! [`MAX_PER_USER`]: see [`roster`]. Nothing here waits for the end of a process: a process that a foreign object blocks may have none.
+//! [`MAX_RECEIVERS_PER_USER`]: see [`roster`]. Nothing here waits for the end of a process: a process that a foreign object blocks may have none.
 
 mod connection;
 mod process;
@@ -36,7 +36,7 @@ pub(crate) use connection::Connection;
 pub(crate) use process::Kept;
 pub(super) use process::ReceiverSession;
 pub(crate) use refuser::Refuser;
-use roster::{Full, MAX_BLOCKED_OF_USERS, MAX_PER_USER, Roster};
+use roster::{Full, MAX_BLOCKED_OF_USERS, MAX_RECEIVERS_PER_USER, Roster};
 
 /// Interval of pings, and of the checks whether a receiver has sessions, or has ended.
 const PING_INTERVAL: Duration = Duration::from_millis(500);
@@ -54,10 +54,12 @@ static KILLED: LogLimit = LogLimit::new();
 /// A receiver cannot get a connection.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReceiverError {
-    #[error("user {0} has {MAX_PER_USER} receivers that are blocked by descriptors it passed")]
+    #[error(
+        "user {0} has {MAX_RECEIVERS_PER_USER} receivers, which are blocked by descriptors it passed or are ending"
+    )]
     TooManyBlocked(u32),
     #[error(
-        "all users together have {MAX_BLOCKED_OF_USERS} receivers that are blocked by descriptors they passed"
+        "all users but root together have {MAX_BLOCKED_OF_USERS} receivers that are blocked by descriptors they passed"
     )]
     TooManyOfAll,
     #[error("starting /proc/self/exe as the receiver of user {0}")]
@@ -70,7 +72,7 @@ pub(crate) enum ReceiverError {
 #[derive(Debug)]
 pub(crate) struct Receivers {
     users: Mutex<HashMap<u32, Arc<UserReceivers>>>,
-    /// Receivers of all users but root that are blocked or end.
+    /// Number of receivers of all users but root that are blocked, or are not reaped 1 s after they were killed.
     blocked_of_users: Arc<AtomicUsize>,
     shutdown: Shutdown,
 }
@@ -286,7 +288,7 @@ impl UserReceivers {
     /// Gives the next connections to another receiver.
     async fn replace(&self, process: &Arc<ReceiverProcess>, reason: &str) {
         let mut roster = self.roster.lock().await;
-        roster.remove(process);
+        roster.block(process);
         incidents::count(Incident::ReceiverReplaced);
         if let Some(omitted) = BLOCKED.permit() {
             let (user, pid, receivers) = (self.user, process.pid, roster.running());

@@ -17,9 +17,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Receivers of one user that run. While all of them are blocked or end, further connections of the user are refused.
-pub(super) const MAX_PER_USER: usize = 4;
+pub(super) const MAX_RECEIVERS_PER_USER: usize = 4;
 /// Receivers of all users but root that are blocked. With so many, users without an available one get none.
-pub(super) const MAX_BLOCKED_OF_USERS: usize = 16 * MAX_PER_USER;
+pub(super) const MAX_BLOCKED_OF_USERS: usize = 16 * MAX_RECEIVERS_PER_USER;
 
 /// No further receiver can be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,7 +79,7 @@ impl<P> Roster<P> {
 
     /// Fails if no further receiver may be started.
     pub(super) fn check(&self) -> Result<(), Full> {
-        if self.running >= MAX_PER_USER {
+        if self.running >= MAX_RECEIVERS_PER_USER {
             return Err(Full::User);
         }
         let of_users = self.blocked.of_users.as_ref();
@@ -93,20 +93,20 @@ impl<P> Roster<P> {
     pub(super) fn add(&mut self, receiver: Arc<P>) {
         self.running += 1;
         self.available.push(receiver);
-        self.count();
+        self.update_blocked();
     }
 
     /// A receiver is blocked, and gets no connections.
-    pub(super) fn remove(&mut self, receiver: &Arc<P>) {
+    pub(super) fn block(&mut self, receiver: &Arc<P>) {
         self.forget(receiver);
-        self.count();
+        self.update_blocked();
     }
 
     /// A receiver that is not blocked is to end, or has ended, and gets no connections.
     pub(super) fn end(&mut self, receiver: &Arc<P>) {
         self.forget(receiver);
         self.ending.push(Arc::clone(receiver));
-        self.count();
+        self.update_blocked();
     }
 
     fn forget(&mut self, receiver: &Arc<P>) {
@@ -120,17 +120,17 @@ impl<P> Roster<P> {
         if !self.is_available(receiver) {
             self.available.insert(0, Arc::clone(receiver));
         }
-        self.count();
+        self.update_blocked();
     }
 
     /// A receiver that gets no connections is reaped.
     pub(super) fn reaped(&mut self, receiver: &Arc<P>) {
         self.forget(receiver);
         self.running -= 1;
-        self.count();
+        self.update_blocked();
     }
 
-    fn count(&mut self) {
+    fn update_blocked(&mut self) {
         self.blocked.set(self.running - self.available.len() - self.ending.len());
     }
 }
@@ -170,15 +170,15 @@ mod tests {
         let mut blocked = Vec::new();
         for round in 0..256 {
             let receiver = connect(&mut roster).expect("one is available, or may be started");
-            roster.remove(&receiver);
+            roster.block(&receiver);
             blocked.push(receiver);
-            if blocked.len() == MAX_PER_USER {
+            if blocked.len() == MAX_RECEIVERS_PER_USER {
                 assert_eq!(roster.check(), Err(Full::User), "{round}");
                 roster.restore(&blocked.remove(0));
-                assert_eq!(of_users.load(Ordering::Relaxed), MAX_PER_USER - 1);
+                assert_eq!(of_users.load(Ordering::Relaxed), MAX_RECEIVERS_PER_USER - 1);
             }
         }
-        assert_eq!(roster.running(), MAX_PER_USER);
+        assert_eq!(roster.running(), MAX_RECEIVERS_PER_USER);
         let last = roster.current().cloned().unwrap();
         for receiver in blocked.iter().chain([&last]) {
             roster.reaped(receiver);
@@ -190,14 +190,14 @@ mod tests {
     fn receiver_that_answers_again_takes_no_connection_from_the_current_one() {
         let mut roster = Roster::new(None);
         let first = connect(&mut roster).unwrap();
-        roster.remove(&first);
+        roster.block(&first);
         let second = connect(&mut roster).unwrap();
         roster.restore(&first);
         roster.restore(&first);
         assert!(roster.is_current(&second) && roster.is_available(&first));
-        roster.remove(&second);
+        roster.block(&second);
         assert!(Arc::ptr_eq(&connect(&mut roster).unwrap(), &first));
-        roster.remove(&first);
+        roster.block(&first);
         assert!(roster.current().is_none());
         assert_eq!(roster.running(), 2);
     }
@@ -210,7 +210,7 @@ mod tests {
         for roster in &mut users {
             assert_eq!(roster.check(), Ok(()));
             let receiver = connect(roster).unwrap();
-            roster.remove(&receiver);
+            roster.block(&receiver);
         }
         assert_eq!(of_user().check(), Err(Full::AllUsers));
         assert_eq!(Roster::new(None).check(), Ok(()));
@@ -220,7 +220,7 @@ mod tests {
         users[0].add(Arc::clone(&ends));
         users[0].end(&ends);
         assert_eq!((users[0].current(), of_user().check()), (None, Ok(())));
-        users[0].remove(&ends);
+        users[0].block(&ends);
         assert_eq!(of_user().check(), Err(Full::AllUsers));
         users[0].reaped(&ends);
         assert_eq!(of_user().check(), Ok(()));

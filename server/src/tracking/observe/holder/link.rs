@@ -95,8 +95,8 @@ impl Link {
         self.pid
     }
 
-    /// The holder has got [`Control::Quit`]: it ends when its userfaultfds are closed, unless it gets another message before. `None`: it is
-    /// a thread.
+    /// Keeps the link to a holder that received [`Control::Quit`]. The holder ends when its userfaultfds are closed, unless it gets another
+    /// message before. `None`: the holder is a thread.
     pub(super) fn retire(mut self) -> Option<Self> {
         if self.worker == Worker::Thread {
             return None;
@@ -106,7 +106,7 @@ impl Link {
         Some(self)
     }
 
-    /// [`ending`] has one that was retired before.
+    /// Passes the child to [`ending`]. A link that was retired before has already passed it.
     fn reap_when_ended(&mut self) {
         if let Some(child) = self.child.take() {
             ending::add(self.user, child, self.exclusion.take());

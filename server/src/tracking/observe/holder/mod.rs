@@ -72,7 +72,7 @@ use wire::Control;
 const MAX_LANES: usize = 32;
 /// Calls of one user that wait for address spaces. With so many, further calls of the user are not made.
 const MAX_LATE: usize = 16;
-/// Time between two looks whether userfaultfds are sent.
+/// Interval of the checks whether all userfaultfds are sent.
 const SEND_INTERVAL: Duration = Duration::from_millis(10);
 /// How long a call waits for a free lane.
 const LANE_TIMEOUT: Duration = Duration::from_millis(500);

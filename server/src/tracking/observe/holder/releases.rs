@@ -42,7 +42,7 @@ pub(super) struct Releases(Mutex<State>);
 struct State {
     closing: Vec<Closing>,
     /// By user.
-    unsent: HashMap<u32, Unsent>,
+    unsent: HashMap<u32, UnsentReleases>,
     /// Number of the last one that was added to these.
     last_unsent: UnsentNumber,
     /// Userfaultfds that are not closed yet, by user.
@@ -59,7 +59,7 @@ pub(crate) struct UnsentNumber(u64);
 
 /// Userfaultfds of one user that no holder has got.
 #[derive(Debug, Default)]
-struct Unsent {
+struct UnsentReleases {
     /// In ascending order.
     waiting: VecDeque<(UnsentNumber, Release)>,
     /// A thread sends them.
@@ -311,8 +311,8 @@ impl State {
     }
 }
 
-/// `open`: users, and how many of their userfaultfds are not closed yet. More than [`MAX_CLOSING`] of one user take no room of others.
-/// Pure.
+/// `open`: users, and how many of their userfaultfds are not closed yet. Those of one user beyond [`MAX_CLOSING`] do not
+/// count toward the limit of all users. Pure.
 fn is_full(open: impl Iterator<Item = (u32, usize)>, user: u32) -> bool {
     let (mut own, mut of_users) = (0, 0);
     for (of, open) in open {
