@@ -40,7 +40,7 @@ pub struct BlockingCalls {
 pub(crate) struct ThreadedCall {
     schedule: Arc<Schedule>,
     thread: Thread,
-    _permit: QuotaPermit,
+    permit: Arc<QuotaPermit>,
 }
 
 /// The call was refused, or panicked.
@@ -123,14 +123,17 @@ impl BlockingCalls {
     pub(crate) fn begin(&self, caller: &Caller) -> Result<ThreadedCall, FileError> {
         let permit = self.calls.acquire(caller, 1)?;
         let thread = thread_of(caller, &permit);
-        Ok(ThreadedCall { schedule: Arc::clone(&self.schedule), thread, _permit: permit })
+        Ok(ThreadedCall { schedule: Arc::clone(&self.schedule), thread, permit: Arc::new(permit) })
     }
 }
 
 impl ThreadedCall {
-    /// Resolves when the call may use a thread, until what it resolves to is dropped. Threads of administrators are not counted.
+    /// Resolves when the call may use a thread, until what it resolves to is dropped. The call is in progress until then, too. Threads of
+    /// administrators are not counted.
     pub(crate) fn thread(&self) -> impl Future<Output = impl Send + use<>> + Send + use<> {
-        self.schedule.start(Needs { thread: self.thread, file: None })
+        let started = self.schedule.start(Needs { thread: self.thread, file: None });
+        let permit = Arc::clone(&self.permit);
+        async move { (permit, started.await) }
     }
 }
 

@@ -364,9 +364,10 @@ impl Session {
         let file = self.service.registry.find(&self.caller, &file, Right::Inspect)?;
         let file_pages = file.scans().source().file_pages()?;
         let range = resolve_range(range, file_pages)?;
-        let call = self.service.blocking.begin(&self.caller)?;
-        let thread = || call.thread();
-        let result = file.scans().read_when(thread, &[range], ScanOptions::default(), max_age).await?;
+        let result = {
+            let call = self.service.blocking.begin(&self.caller)?;
+            file.scans().read_when(|| call.thread(), &[range], ScanOptions::default(), max_age).await?
+        };
         // The right may have been revoked meanwhile.
         self.service.registry.find(&self.caller, &FileName::Id(file.id()), Right::Inspect)?;
         let (service, snapshot) = (Arc::clone(&self.service), result.snapshot.clone());

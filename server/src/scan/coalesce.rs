@@ -27,6 +27,9 @@ use crate::watchdog::{Operation, Phase};
 /// Ranges that one scan reads for several requests; a single request may have more. Bounds the number of stamps.
 const MAX_SHARED_RANGES: usize = 4096;
 
+/// Scans that other requests begin while one that may start a thread waits, until it keeps its permit.
+const MAX_LOSSES: u32 = 2;
+
 /// Blocks that a scan with attributes reads at once: at most 24 MiB of attributes. Only those of requested pages are
 /// kept.
 const MAX_ATTRIBUTE_BLOCKS: u64 = 256;
@@ -97,7 +100,7 @@ impl ScanCoalescer {
         self.read_when(|| std::future::ready(()), ranges, options, max_age).await
     }
 
-    /// The same, for a request that may start a thread when a future of `permit` resolves. Until then another request's thread may serve
+    /// As [`Self::read`], for a request that may start a thread when a future of `permit` resolves. Until then another request's thread may serve
     /// it. The thread drops what it resolves to when it ends.
     ///
     /// # Errors
@@ -148,6 +151,7 @@ impl ScanCoalescer {
         mut answer: oneshot::Receiver<ScanAnswer>,
         permit: impl Fn() -> F,
     ) -> Result<ScanAnswer, oneshot::error::RecvError> {
+        let (mut losses, mut kept) = (0, None);
         loop {
             let mut ended = pin!(self.ended.notified());
             // From here on, no end is missed.
@@ -159,10 +163,13 @@ impl ScanCoalescer {
                     () = ended => continue,
                 }
             }
-            let permit = tokio::select! {
-                biased;
-                answer = &mut answer => return answer,
-                permit = permit() => permit,
+            let permit = match kept.take() {
+                Some(permit) => permit,
+                None => tokio::select! {
+                    biased;
+                    answer = &mut answer => return answer,
+                    permit = permit() => permit,
+                },
             };
             if self.starts_scanning() {
                 let scans = Arc::clone(self);
@@ -171,6 +178,11 @@ impl ScanCoalescer {
                     scans.scan_with(id);
                 });
                 return answer.await;
+            }
+            // Another request was faster. One for which that happens often keeps its permit, or it might wait for a thread each time.
+            losses += 1;
+            if losses >= MAX_LOSSES {
+                kept = Some(permit);
             }
         }
     }

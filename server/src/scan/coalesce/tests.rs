@@ -7,6 +7,8 @@ use fdmap_proto::units::PageIndex;
 
 use fdmap_proto::units::PageSize;
 
+use tokio::sync::Semaphore;
+
 use super::*;
 use crate::pages::PackedAttributes;
 
@@ -193,6 +195,41 @@ async fn thread_of_a_request_ends_when_it_is_answered() {
     never.notify_one();
     second.await.unwrap();
     assert_eq!(probe.scans.load(Ordering::SeqCst), 2);
+}
+
+/// Another scan has begun each time when the request may start a thread.
+#[tokio::test(flavor = "multi_thread")]
+async fn request_that_often_loses_its_turn_keeps_its_permit() {
+    let (probe, scans) = scans();
+    let (always, permits, asked) = (Arc::new(Notify::new()), Semaphore::new(0), AtomicUsize::new(0));
+    always.notify_one();
+    let threads = Arc::new(());
+    let permit = || async {
+        asked.fetch_add(1, Ordering::SeqCst);
+        permits.acquire().await.unwrap().forget();
+        Arc::clone(&threads)
+    };
+    let options = ScanOptions { attributes: true, ..PLAIN };
+    let late = async { scans.read_when(permit, &[ALL], options, Duration::ZERO).await.map(drop) };
+    let others = async {
+        for losses in 1..=MAX_LOSSES as usize {
+            until(|| asked.load(Ordering::SeqCst) == losses).await;
+            probe.block();
+            let (_, other) = request(&scans, PLAIN, &always);
+            until(|| probe.scans.load(Ordering::SeqCst) == losses).await;
+            permits.add_permits(1);
+            until(|| permits.available_permits() == 0).await;
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            let is_kept = Arc::strong_count(&threads) > 1;
+            assert_eq!(is_kept, losses == MAX_LOSSES as usize, "after {losses} losses");
+            probe.unblock();
+            other.await.unwrap();
+        }
+    };
+    let (read, ()) = tokio::join!(late, others);
+    read.unwrap();
+    assert_eq!(asked.load(Ordering::SeqCst), MAX_LOSSES as usize, "it asks for no further permit");
+    until(|| Arc::strong_count(&threads) == 1).await;
 }
 
 /// The thread that ends wakes the requests that wait, of which one starts the next scan.
