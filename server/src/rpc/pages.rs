@@ -220,6 +220,7 @@ impl Pages for Rpc {
         let slots_now = async || {
             let read =
                 self.read(&caller, &file, Right::Read, &ranges, query.options(), query.max_age).await?;
+            self.inspected(&caller, &FileName::Id(file.id()))?;
             Ok::<_, Status>(query.pages.iter().map(|page| read.snapshot.slot(*page)).collect::<Vec<_>>())
         };
         let before = slots_now().await?;
