@@ -20,8 +20,7 @@ pub(super) struct Starters<T> {
     /// A caller that has taken an index from `free` is the only user of that thread.
     threads: Vec<Mutex<Starter<T>>>,
     free: Arc<Free>,
-    /// Makes the thread of an index.
-    make: Box<dyn Fn(usize) -> io::Result<Starter<T>> + Send + Sync>,
+    make: Box<dyn Fn() -> io::Result<Starter<T>> + Send + Sync>,
 }
 
 impl<T> fmt::Debug for Starters<T> {
@@ -51,8 +50,25 @@ struct Starter<T> {
 #[derive(Debug)]
 struct Job<T> {
     program: T,
+    turn: Turn,
     /// Without a buffer, so that no child stays in it when its caller has left.
     reply: SyncSender<io::Result<Child>>,
+}
+
+/// Time in which a thread closes the descriptors of others in its table.
+const READY_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The use of a thread. Its drop frees the thread, also if that has ended.
+#[derive(Debug)]
+struct Turn {
+    free: Arc<Free>,
+    index: usize,
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.free.add(self.index);
+    }
 }
 
 /// The bytes of a packet that passes descriptors to a thread.
@@ -68,10 +84,9 @@ impl<T: Send + 'static> Starters<T> {
         F: Fn(T, Vec<OwnedFd>) -> io::Result<Child> + Clone + Send + Sync + 'static,
     {
         let free = Arc::new(Free::default());
-        let is_free = Arc::clone(&free);
-        let make = Box::new(move |index| Starter::new(index, Arc::clone(&is_free), start.clone()));
+        let make = Box::new(move || Starter::new(start.clone()));
         let threads = (0..count).map(|index| {
-            let thread = make(index)?;
+            let thread = make()?;
             free.add(index);
             Ok(Mutex::new(thread))
         });
@@ -92,8 +107,9 @@ impl<T: Send + 'static> Starters<T> {
         let deadline = Instant::now() + timeout;
         let late = |what: &str| io::Error::new(io::ErrorKind::TimedOut, format!("{what} within {timeout:?}"));
         let index = self.free.take(timeout).ok_or_else(|| late("no thread that starts processes is free"))?;
+        let turn = Turn { free: Arc::clone(&self.free), index };
         let (reply, started) = sync_channel(0);
-        self.pass(index, Job { program, reply }, descriptors).inspect_err(|_| self.free.add(index))?;
+        self.pass(index, Job { program, turn, reply }, descriptors)?;
         started.recv_timeout(deadline.saturating_duration_since(Instant::now())).map_err(
             |error| match error {
                 RecvTimeoutError::Timeout => late("the process is not started"),
@@ -106,7 +122,7 @@ impl<T: Send + 'static> Starters<T> {
     fn pass(&self, index: usize, job: Job<T>, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         let mut starter = self.threads[index].lock().unwrap_or_else(PoisonError::into_inner);
         if starter.thread.is_finished() {
-            *starter = (self.make)(index)?;
+            *starter = (self.make)()?;
         }
         let passed: Vec<_> = descriptors.iter().map(OwnedFd::as_fd).collect();
         scm::send(starter.socket.as_fd(), PACKET, &passed)?;
@@ -121,7 +137,7 @@ fn ended() -> io::Error {
 }
 
 impl<T: Send + 'static> Starter<T> {
-    fn new<F>(index: usize, free: Arc<Free>, start: F) -> io::Result<Self>
+    fn new<F>(start: F) -> io::Result<Self>
     where
         F: Fn(T, Vec<OwnedFd>) -> io::Result<Child> + Send + 'static,
     {
@@ -135,11 +151,11 @@ impl<T: Send + 'static> Starter<T> {
             // `theirs` is now the descriptor of that number in the table of this thread.
             let is_separate = separated.is_ok();
             if ready.send(separated).is_ok() && is_separate {
-                serve(&received, &theirs, || free.add(index), start);
+                serve(&received, &theirs, start);
             }
         };
         let thread = std::thread::Builder::new().name("starter".to_owned()).spawn(run)?;
-        is_ready.recv().map_err(|_| ended())??;
+        is_ready.recv_timeout(READY_TIMEOUT).map_err(|_| ended())??;
         // Closes it in the table of the other threads.
         nix::unistd::close(number)?;
         Ok(Self { jobs, socket, thread })
@@ -147,25 +163,20 @@ impl<T: Send + 'static> Starter<T> {
 }
 
 /// Returns when the service drops the other end of `jobs`, or a call fails.
-fn serve<T>(
-    jobs: &Receiver<Job<T>>,
-    socket: &OwnedFd,
-    is_free: impl Fn(),
-    start: impl Fn(T, Vec<OwnedFd>) -> io::Result<Child>,
-) {
-    while let Ok(Job { program, reply }) = jobs.recv() {
+fn serve<T>(jobs: &Receiver<Job<T>>, socket: &OwnedFd, start: impl Fn(T, Vec<OwnedFd>) -> io::Result<Child>) {
+    while let Ok(Job { program, turn, reply }) = jobs.recv() {
         let packet = scm::receive(socket.as_fd(), &mut [0; PACKET.len()]);
         let started = match packet {
             Ok(packet) => start(program, packet.map_or_else(Vec::new, |packet| packet.descriptors)),
             // A packet that stayed in the queue would be that of the next job: another thread replaces this one.
-            Err(_) => return is_free(),
+            Err(_) => return,
         };
         // The caller has left. Both calls fail only for a process that has ended.
         if let Err(SendError(Ok(mut child))) = reply.send(started) {
             let _ = child.kill();
             let _ = child.wait();
         }
-        is_free();
+        drop(turn);
     }
 }
 
