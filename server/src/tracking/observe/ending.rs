@@ -43,6 +43,14 @@ pub(super) fn add(user: u32, child: Child, exclusion: Option<Exclusion>) {
     }
 }
 
+/// Takes back a process that was added, and goes on. `None`: it is reaped.
+pub(super) fn take(pid: u32) -> Option<(Child, Option<Exclusion>)> {
+    let mut ending = lock();
+    let at = ending.processes.iter().position(|process| process.child.id() == pid)?;
+    let EndingProcess { child, exclusion, .. } = ending.processes.swap_remove(at);
+    Some((child, exclusion))
+}
+
 /// Kills a process that was added, if it is not reaped.
 pub(super) fn kill(pid: u32) {
     if let Some(process) = lock().processes.iter_mut().find(|process| process.child.id() == pid) {

@@ -134,7 +134,11 @@ impl Link {
         drop(theirs);
         let lane = Lane::new(lane, self.pid())?;
         // It had not ended when it read this message.
-        self.retired = false;
+        if std::mem::take(&mut self.retired)
+            && let Some((child, exclusion)) = ending::take(self.pid)
+        {
+            (self.child, self.exclusion) = (Some(child), exclusion);
+        }
         Ok(lane)
     }
 
