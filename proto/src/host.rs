@@ -108,7 +108,7 @@ pub struct HostLimits {
     pub max_watches_per_user: u32,
     /// Open streams of answers, watches among them.
     pub max_streams_per_user: u32,
-    /// Memory of the service for requests whose calls are in progress, and answers that are not read, bytes: at least 8 KiB of each
+    /// Memory of the service for requests until their answers begin, and answers that are not read, bytes: at least 8 KiB for each
     /// call. As much for streams, beyond one message of each.
     pub max_buffered_bytes_per_user: u64,
     /// Page indexes in one lookup.

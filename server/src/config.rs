@@ -94,8 +94,8 @@ pub struct LimitArgs {
     /// Open streams of answers of one user: Scan, Diff, Changes, Watch and WatchCheckpoints
     #[arg(long, value_name = "N", default_value_t = Limits::default().streams_per_user)]
     pub max_streams_per_user: u32,
-    /// Memory of the service for requests of one user whose calls are in progress, and answers that it has not read, in bytes: at least
-    /// 8 KiB of each call. Beyond it, calls are refused. As much for its streams, beyond one message of each; further messages
+    /// Memory of the service for requests of one user until their answers begin, and answers that it has not read, in bytes: at least
+    /// 8 KiB for each call. Beyond it, calls are refused. As much for its streams, beyond one message of each; further messages
     /// wait [default: RAM/64]
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..))]
     pub max_buffered_bytes_per_user: Option<u64>,

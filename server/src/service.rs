@@ -71,7 +71,7 @@ pub struct Service {
     pub watches: Arc<Quota>,
     /// Open streams of answers, watches among them.
     pub streams: Arc<Quota>,
-    /// Bytes of requests whose calls are in progress, and of answers that are not sent.
+    /// Bytes of requests until their answers begin, and of answers that are not sent.
     pub(crate) buffered: Arc<Quota>,
     /// Bytes of messages of streams that are not sent.
     pub(crate) buffered_streams: Arc<Quota>,

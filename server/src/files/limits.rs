@@ -21,8 +21,8 @@ pub struct Limits {
     pub watches_per_user: u32,
     /// Open streams of answers of one user: Scan, Diff, Changes, Watch and `WatchCheckpoints`.
     pub streams_per_user: u32,
-    /// Memory of the service for the requests of one user whose calls are in progress, and the answers that it has not read, in bytes: at
-    /// least 8 KiB of each call. As much for its streams, beyond one message of each.
+    /// Memory of the service for the requests of one user until their answers begin, and the answers that it has not read, in bytes: at
+    /// least 8 KiB for each call. As much for its streams, beyond one message of each.
     pub buffered_bytes_per_user: u64,
     /// Page indexes in one Lookup.
     pub lookup_pages: u32,

@@ -22,7 +22,8 @@ use starters::Starters;
 /// `None`: there are no threads, and the next start makes them.
 static STARTERS: Mutex<Option<Arc<Starters<Program>>>> = Mutex::new(None);
 
-/// Threads that start processes. More than one, because a start can hang: before Linux 6.9, a close of a socket can close descriptors of others.
+/// Threads that start processes. More than one, because a start can hang: before Linux 6.9, a close of a socket can close descriptors of
+/// others.
 const THREADS: usize = 4;
 
 /// Time for a start, including the wait for a free thread. A start takes some milliseconds.

@@ -1,7 +1,7 @@
-//! Charges a user for the messages that the service buffers: requests of calls in progress, and answers that the user has not read.
+//! Charges a user for the messages that the service buffers: requests until their answers begin, and answers that the user has not read.
 //!
-//! A message beyond the limit is refused. Streams are limited by their number, and each may have one message in a buffer: further ones count
-//! for a limit of their own, and wait. So unread streams refuse no call of their user, and unread calls stop no stream.
+//! A message beyond the limit is refused. Streams are limited by their number, and each may have one message in a buffer: further ones
+//! count for a limit of their own, and wait. So unread streams refuse no call of their user, and unread calls stop no stream.
 
 use std::sync::Arc;
 

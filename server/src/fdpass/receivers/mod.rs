@@ -10,7 +10,8 @@
 //! ```
 //!
 //! The next connection of the user of a blocked receiver gets another one, which is started if none is available, up to
-//! [`MAX_RECEIVERS_PER_USER`]: see [`roster`]. Nothing here waits for the end of a process: a process that a foreign object blocks may have none.
+//! [`MAX_RECEIVERS_PER_USER`]: see [`roster`]. Nothing here waits for the end of a process: a process that a foreign object blocks may
+//! have none.
 
 mod connection;
 mod process;

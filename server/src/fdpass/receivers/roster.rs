@@ -118,6 +118,7 @@ impl<P> Roster<P> {
     /// A receiver answers again. It gets connections when the current one gets none.
     pub(super) fn restore(&mut self, receiver: &Arc<P>) {
         if !self.is_available(receiver) {
+            self.forget(receiver);
             self.available.insert(0, Arc::clone(receiver));
         }
         self.update_blocked();
