@@ -130,6 +130,7 @@ impl ScanCoalescer {
         }
         let (reply, answer) = oneshot::channel();
         let id = self.add(|id| Waiter { id, pages, ranges, options, since, reply });
+        let _waits = Waiting { scans: self, id };
         let answer = self.answered(id, answer, permit).await;
         let mut reading = answer.unwrap_or_else(|_| Err(Arc::new(ScanError::Panicked)))?;
         reading.attributes = reading.attributes.or(unsupported);
@@ -332,6 +333,18 @@ fn take_together(waiting: &mut VecDeque<Waiter>, id: RequestId) -> Vec<Waiter> {
 
 fn now() -> Moment {
     Moment { monotonic_ns: monotonic_ns(), wall: SystemTime::now() }
+}
+
+/// A request that waits, or is answered. If it is dropped while no scan begins, as without a free thread, nothing else removes it.
+struct Waiting<'a> {
+    scans: &'a ScanCoalescer,
+    id: RequestId,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.scans.queue().waiting.retain(|waiter| waiter.id != self.id);
+    }
 }
 
 /// The end of a scan, also by a panic: requests that wait can start the next one.

@@ -197,6 +197,19 @@ async fn thread_of_a_request_ends_when_it_is_answered() {
     assert_eq!(probe.scans.load(Ordering::SeqCst), 2);
 }
 
+#[tokio::test]
+async fn canceled_request_without_a_thread_does_not_wait() {
+    let (probe, scans) = scans();
+    let never = Arc::new(Notify::new());
+    let requests = [request(&scans, PLAIN, &never).1, request(&scans, PLAIN, &never).1];
+    until(|| scans.queue().waiting.len() == 2).await;
+    requests[0].abort();
+    until(|| scans.queue().waiting.len() == 1).await;
+    requests[1].abort();
+    until(|| scans.queue().waiting.is_empty()).await;
+    assert_eq!(probe.scans.load(Ordering::SeqCst), 0);
+}
+
 /// Another scan has begun each time when the request may start a thread.
 #[tokio::test(flavor = "multi_thread")]
 async fn request_that_often_loses_its_turn_keeps_its_permit() {
