@@ -152,9 +152,13 @@ pub struct LimitArgs {
     #[arg(long, value_name = "N", default_value_t = Limits::default().users_at_limit)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     pub max_users_at_limit: u32,
-    /// Time for which an ephemeral file that no process opened exists, in seconds. fdmapd checks every 10 s
+    /// Time for which an ephemeral file that no process opened exists, in seconds. fdmapd checks every 10 s, or as often as
+    /// this if that is less, but not more often than every second
     #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().unused_file_timeout.as_secs())]
     pub unused_file_timeout: u64,
+    /// Time after which a process without work ends that fdmapd started for a user, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().helper_idle_timeout.as_secs())]
+    pub helper_idle_timeout: u64,
 }
 
 impl LimitArgs {
@@ -195,6 +199,7 @@ impl LimitArgs {
             threads_per_user: self.max_threads_per_user,
             users_at_limit: self.max_users_at_limit,
             unused_file_timeout: Duration::from_secs(self.unused_file_timeout),
+            helper_idle_timeout: Duration::from_secs(self.helper_idle_timeout),
         }
     }
 }

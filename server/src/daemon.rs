@@ -27,7 +27,9 @@ use crate::store::{FdStore, StoredFd};
 use crate::tracking::{EventSources, RecoveredFile};
 use crate::{fdpass, own_program, privileges, rpc, store, watchdog};
 
-const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
+/// Intervals of sweeps. Unless ephemeral files end sooner than that, the longer one.
+const MIN_SWEEP_INTERVAL: Duration = Duration::from_secs(1);
+const MAX_SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 /// Time for the calls in progress to complete after SIGTERM or SIGINT.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time for scans in progress to end. No client waits for their results.
@@ -132,7 +134,7 @@ async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError
     let tcp_address = tcp.as_ref().and_then(rpc::TcpServer::address);
     let Sockets { grpc, fdpass, pass_descriptors, locks: _locks } = sockets;
     let (shutdown_sender, shutdown) = Shutdown::new();
-    let receivers = Receivers::new(shutdown.clone());
+    let receivers = Receivers::new(service.limits.helper_idle_timeout, shutdown.clone());
     let refuser = if pass_descriptors { Some(start_refuser([&grpc, &fdpass])?) } else { None };
     let closers = refuser.clone().map(|refuser| Closers { receivers: Arc::clone(&receivers), refuser });
     let listeners = Listeners { unix: grpc, closers, tcp };
@@ -198,9 +200,10 @@ async fn stop_signal() {
 async fn sweep_periodically(service: Arc<Service>, shutdown: Shutdown) {
     let stopping = shutdown.wait();
     tokio::pin!(stopping);
+    let interval = service.limits.unused_file_timeout.clamp(MIN_SWEEP_INTERVAL, MAX_SWEEP_INTERVAL);
     loop {
         tokio::select! {
-            () = tokio::time::sleep(SWEEP_INTERVAL) => {
+            () = tokio::time::sleep(interval) => {
                 let service = Arc::clone(&service);
                 // A failed sweep is repeated at the next interval.
                 let _ = tokio::task::spawn_blocking(move || service.sweep()).await;

@@ -17,8 +17,9 @@ use crate::victim::{GROUP, MAX_DELAY, Victim};
 /// The user of the attacker.
 pub const USER: u32 = 65_534;
 pub const MAX_STOP: Duration = Duration::from_secs(5);
-/// Within this time nothing of an attack is left: files end at the sweep after next, at the latest after 20 s, and idle threads after
-/// 10 s.
+/// Files and helpers without a user end soon after an attack.
+const SHORT_TIMEOUTS: &[&str] = &["--unused-file-timeout", "1", "--helper-idle-timeout", "1"];
+/// Within this time nothing of an attack is left: files end at the sweep after next, and idle threads after 10 s.
 pub const MAX_RELEASE: Duration = Duration::from_secs(40);
 /// Within this time an attack takes effect. The service disconnects a client that does not read its replies after 10 s.
 const EFFECT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -49,7 +50,7 @@ pub fn service(arguments: &[&str]) -> Service {
 #[must_use]
 pub fn service_by(program: PathBuf, own_arguments: &[&str], arguments: &[&str]) -> Service {
     let group = GROUP.to_string();
-    let all = [own_arguments, &["--group", &group, "--unused-file-timeout", "1"], arguments].concat();
+    let all = [own_arguments, &["--group", &group], SHORT_TIMEOUTS, arguments].concat();
     Service::start_program_with_fd_store(program, &all).expect("a service")
 }
 
@@ -59,7 +60,8 @@ pub fn service_by(program: PathBuf, own_arguments: &[&str], arguments: &[&str]) 
 /// If it does not start.
 #[must_use]
 pub fn service_without_a_store() -> Service {
-    Service::start(&["--group", &GROUP.to_string(), "--unused-file-timeout", "1"]).expect("a service")
+    let group = GROUP.to_string();
+    Service::start(&[&["--group", &group], SHORT_TIMEOUTS].concat()).expect("a service")
 }
 
 /// Makes several rounds of calls.

@@ -59,6 +59,8 @@ pub struct Limits {
     pub users_at_limit: u32,
     /// Time for which an ephemeral file that was never opened exists at least.
     pub unused_file_timeout: Duration,
+    /// Time after which a helper without work ends.
+    pub helper_idle_timeout: Duration,
 }
 
 impl Default for Limits {
@@ -88,6 +90,7 @@ impl Default for Limits {
             threads_per_user: 16,
             users_at_limit: 16,
             unused_file_timeout: Duration::from_secs(30),
+            helper_idle_timeout: Duration::from_secs(10),
         }
     }
 }

@@ -64,7 +64,7 @@ impl Registry {
     ) -> Self {
         Self {
             index: Arc::default(),
-            inode_calls: InodeCalls::new(event_sources.worker()),
+            inode_calls: InodeCalls::new(event_sources.worker(), limits.helper_idle_timeout),
             reader,
             event_sources,
             page_size,

@@ -214,7 +214,7 @@ async fn clients_outside_of_the_pid_namespace_of_the_service_concern_no_mapping(
     require(root());
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", "--mount-proc"]).arg(program("fdmapd").unwrap());
-    command.args(["--group", &GROUP.to_string(), "--unused-file-timeout", "1"]);
+    command.args(["--group", &GROUP.to_string(), "--unused-file-timeout", "1", "--helper-idle-timeout", "1"]);
     let service = Service::start_command(command).unwrap();
     let fdmapd = children_of(service.pid()).unwrap()[0];
     let mut inside = in_namespace_of(fdmapd);

@@ -1,7 +1,7 @@
 //! The service's side of the receivers: one process per user, started with the first connection and ended when it is idle.
 //!
 //! ```text
-//!             first connection                no sessions for IDLE_TIMEOUT, or the process ended
+//!             first connection                no sessions for the idle timeout, or it ended   
 //!   (none) -------------------> current ----------------------------------------------------> killed, reaped
 //!                                 |  ^
 //!       close blocked, no answer  |  |  closes and answers again, and no other one is available
@@ -45,8 +45,6 @@ const PING_INTERVAL: Duration = Duration::from_millis(500);
 const PONG_TIMEOUT: Duration = Duration::from_secs(1);
 /// It is abandoned, with its sessions, if it does not answer in this time. Memory that is swapped in takes less.
 const ABANDON_TIMEOUT: Duration = Duration::from_secs(5);
-/// A receiver without sessions ends after this time.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 static BLOCKED: LogLimit = LogLimit::new();
 static ENDED: LogLimit = LogLimit::new();
@@ -73,6 +71,8 @@ pub(crate) enum ReceiverError {
 #[derive(Debug)]
 pub(crate) struct Receivers {
     users: Mutex<HashMap<u32, Arc<UserReceivers>>>,
+    /// A receiver without sessions ends after this time.
+    idle_timeout: Duration,
     /// Number of receivers of all users but root that are blocked, or are not reaped 1 s after they were killed.
     blocked_of_users: Arc<AtomicUsize>,
     shutdown: Shutdown,
@@ -81,6 +81,7 @@ pub(crate) struct Receivers {
 #[derive(Debug)]
 struct UserReceivers {
     user: u32,
+    idle_timeout: Duration,
     /// Locked while a receiver starts.
     roster: tokio::sync::Mutex<Roster<ReceiverProcess>>,
 }
@@ -97,8 +98,8 @@ enum End {
 }
 
 impl Receivers {
-    pub(crate) fn new(shutdown: Shutdown) -> Arc<Self> {
-        Arc::new(Self { users: Mutex::default(), blocked_of_users: Arc::default(), shutdown })
+    pub(crate) fn new(idle_timeout: Duration, shutdown: Shutdown) -> Arc<Self> {
+        Arc::new(Self { users: Mutex::default(), idle_timeout, blocked_of_users: Arc::default(), shutdown })
     }
 
     /// Begins a session of a client of `user` through a receiver, which gets the client's socket.
@@ -179,7 +180,11 @@ impl Receivers {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         let new = || {
             let of_users = (user != 0).then(|| Arc::clone(&self.blocked_of_users));
-            UserReceivers { user, roster: tokio::sync::Mutex::new(Roster::new(of_users)) }
+            UserReceivers {
+                user,
+                idle_timeout: self.idle_timeout,
+                roster: tokio::sync::Mutex::new(Roster::new(of_users)),
+            }
         };
         Arc::clone(users.entry(user).or_insert_with(|| Arc::new(new())))
     }
@@ -313,7 +318,7 @@ impl UserReceivers {
         let is_idle = !process.has_sessions() && Arc::strong_count(process) <= references;
         // One that has ended is not available either, and is to be reported.
         let is_spare = is_blocked || (is_available && !roster.is_current(process));
-        let ends = is_idle && (is_spare || used.elapsed() >= IDLE_TIMEOUT);
+        let ends = is_idle && (is_spare || used.elapsed() >= self.idle_timeout);
         if ends && !is_blocked {
             roster.end(process);
         }

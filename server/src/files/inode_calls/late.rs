@@ -15,8 +15,6 @@ use super::{Helpers, InodeCallError, State, UserHelpers, WhenLate};
 
 /// Time between two looks at all helpers.
 pub(super) const INTERVAL: Duration = Duration::from_millis(100);
-/// A helper without calls ends after this time.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Gets an answer; `None`: no caller needs it.
 pub(super) type Completion = Option<WhenLate>;
@@ -83,7 +81,7 @@ impl UserHelpers {
     }
 
     /// Removes helpers that have answered, or are idle for long. Returns their processes.
-    fn look(&mut self, user: u32, completed: &mut Vec<Completed>) -> Vec<Child> {
+    fn look(&mut self, user: u32, idle_timeout: Duration, completed: &mut Vec<Completed>) -> Vec<Child> {
         let late = self.late.extract_if(.., |late| late.receive(user, completed)).map(|late| late.helper);
         let is_old = |(helper, used): &mut (HelperProcess, Instant)| {
             // It sends nothing unasked.
@@ -91,7 +89,7 @@ impl UserHelpers {
             if has_ended {
                 helper.note_ended(user);
             }
-            has_ended || used.elapsed() >= IDLE_TIMEOUT
+            has_ended || used.elapsed() >= idle_timeout
         };
         let idle = self.idle.extract_if(.., is_old).map(|(helper, _)| helper);
         late.chain(idle).filter_map(HelperProcess::close).collect()
@@ -121,7 +119,7 @@ impl Helpers {
         let mut state = self.lock();
         let State { users, ended, has_thread } = &mut *state;
         for (user, of_user) in users.iter_mut() {
-            ended.extend(of_user.look(*user, &mut completed));
+            ended.extend(of_user.look(*user, self.idle_timeout, &mut completed));
         }
         users.retain(|_, of_user| !of_user.is_empty());
         // An error means that it was reaped elsewhere.

@@ -86,6 +86,8 @@ pub(super) struct InodeCalls(Arc<Helpers>);
 #[derive(Debug)]
 struct Helpers {
     worker: Worker,
+    /// A helper without calls ends after this time.
+    idle_timeout: Duration,
     state: Mutex<State>,
     /// A helper became idle or late, or ended.
     changed: Condvar,
@@ -110,8 +112,8 @@ struct UserHelpers {
 }
 
 impl InodeCalls {
-    pub(super) fn new(worker: Worker) -> Self {
-        Self(Arc::new(Helpers { worker, state: Mutex::default(), changed: Condvar::new() }))
+    pub(super) fn new(worker: Worker, idle_timeout: Duration) -> Self {
+        Self(Arc::new(Helpers { worker, idle_timeout, state: Mutex::default(), changed: Condvar::new() }))
     }
 
     /// Takes ownership of an inode for the service, as [`fdmap_sys::ownership::take`]. Returns the former ownership. After

@@ -61,7 +61,7 @@ const SETTLED: Duration = Duration::from_secs(5);
 
 #[test]
 fn helper_makes_calls() {
-    let (calls, file) = (InodeCalls::new(Worker::Thread), file());
+    let (calls, file) = (InodeCalls::new(Worker::Thread, Duration::from_secs(10)), file());
     calls.resize(USER, file.as_fd(), 8192, never()).unwrap();
     assert_eq!(fd::stat(&file).unwrap().st_size, 8192);
     let mode_before = mode(&file);
@@ -81,7 +81,7 @@ fn helper_makes_calls() {
 
 #[test]
 fn calls_of_many_threads_share_few_helpers() {
-    let calls = InodeCalls::new(Worker::Thread);
+    let calls = InodeCalls::new(Worker::Thread, Duration::from_secs(10));
     std::thread::scope(|scope| {
         for _ in 0..4 * MAX_HELPERS {
             scope.spawn(|| calls.resize(USER, file().as_fd(), 4096, never()).unwrap());
@@ -94,7 +94,7 @@ fn calls_of_many_threads_share_few_helpers() {
 
 #[test]
 fn late_call_gets_its_result() {
-    let calls = InodeCalls::new(Worker::Thread);
+    let calls = InodeCalls::new(Worker::Thread, Duration::from_secs(10));
     let helper = Played::add(&calls);
     let (when_late, result) = late();
     let began = Instant::now();
@@ -110,7 +110,7 @@ fn late_call_gets_its_result() {
 
 #[test]
 fn late_take_is_undone() {
-    let calls = InodeCalls::new(Worker::Thread);
+    let calls = InodeCalls::new(Worker::Thread, Duration::from_secs(10));
     let helper = Played::add(&calls);
     let (undone, result) = late();
     assert!(matches!(calls.take(USER, file().as_fd(), undone), Err(InodeCallError::Blocked)));
@@ -125,7 +125,7 @@ fn late_take_is_undone() {
 /// They count as late until the thread that looks at all helpers has found that.
 #[test]
 fn restore_is_made_when_all_late_helpers_have_ended() {
-    let calls = InodeCalls::new(Worker::Thread);
+    let calls = InodeCalls::new(Worker::Thread, Duration::from_secs(10));
     let helpers: Vec<_> = (0..MAX_HELPERS)
         .map(|_| {
             let helper = Played::add(&calls);
@@ -143,7 +143,7 @@ fn restore_is_made_when_all_late_helpers_have_ended() {
 
 #[test]
 fn restore_is_appended_while_all_helpers_are_late() {
-    let calls = InodeCalls::new(Worker::Thread);
+    let calls = InodeCalls::new(Worker::Thread, Duration::from_secs(10));
     let helpers: Vec<_> = (0..MAX_HELPERS)
         .map(|_| {
             let helper = Played::add(&calls);
@@ -211,7 +211,7 @@ fn helper_that_the_service_leaves_makes_queued_calls_and_undoes_a_take() {
 
 #[test]
 fn late_helpers_of_all_users_but_root_are_limited() {
-    let calls = InodeCalls::new(Worker::Thread);
+    let calls = InodeCalls::new(Worker::Thread, Duration::from_secs(10));
     let others: Vec<_> = (0..MAX_LATE_OF_USERS)
         .map(|number| {
             let (service, helper) = scm::socket_pair().unwrap();

@@ -19,31 +19,14 @@ use crate::fdpass::{check_open_files, open_files};
 use check::Created;
 
 /// Limits that inputs can reach.
-const LIMITS: Limits = Limits {
+static LIMITS: LazyLock<Limits> = LazyLock::new(|| Limits {
     allocated: AllocatedLimits { per_user: 1 << 30, of_users: 1 << 32 },
-    calls_per_user: 1024,
-    threads_per_user: 16,
     file_bytes: 1 << 40,
     bytes_per_user: 3 << 39,
     files_per_user: 3,
-    sessions_per_user: 1,
-    watches_per_user: 1,
-    streams_per_user: 1,
-    buffered_bytes_per_user: 1,
-    lookup_pages: 1,
-    attribute_pages: 1,
-    retained_per_user: 1,
-    state_bytes_per_user: 1 << 20,
-    retain_for: std::time::Duration::ZERO,
-    shared_bytes_per_user: 1,
-    shared_bytes_of_users: 1,
-    shared_per_user: 1,
-    tracked_per_user: 1,
-    page_table_bytes_per_user: 1 << 20,
-    tracked_children_per_user: 1,
-    unused_file_timeout: std::time::Duration::ZERO,
     users_at_limit: 2,
-};
+    ..Limits::default()
+});
 /// The callers: root, and two users.
 const USERS: [u32; 3] = [0, 1000, 1001];
 
@@ -200,7 +183,7 @@ static REGISTRY: LazyLock<Registry> = LazyLock::new(|| {
     let event_sources = Arc::new(EventSources::new(None, false, false).unwrap());
     let reader = PageStateReader::new(Arc::new(SyscallsProbe));
     let quotas = Quotas::new(LIMITS.users_at_limit);
-    Registry::new(reader, event_sources, PageSize::new(4096).unwrap(), Vec::new(), &quotas, LIMITS, KeepPolicy::default())
+    Registry::new(reader, event_sources, PageSize::new(4096).unwrap(), Vec::new(), &quotas, *LIMITS, KeepPolicy::default())
 });
 
 fn create_all(requests: Vec<Create>) {

@@ -5,38 +5,21 @@ mod check;
 pub(crate) mod model;
 mod requests;
 
+use std::sync::LazyLock;
+
 use arbitrary::Arbitrary;
-use fdmap_server::files::{AllocatedLimits, Limits};
+use fdmap_server::files::Limits;
 
 use model::{Model, ModelDraft};
 pub use requests::RequestDraft;
 
 /// Limits that inputs can reach.
-const LIMITS: Limits = Limits {
-    allocated: AllocatedLimits { per_user: 1 << 30, of_users: 1 << 32 },
-    calls_per_user: 1024,
-    threads_per_user: 16,
-    file_bytes: 1 << 62,
-    bytes_per_user: 1 << 62,
-    files_per_user: 1,
-    sessions_per_user: 1,
-    watches_per_user: 1,
-    streams_per_user: 1,
-    buffered_bytes_per_user: 1,
+static LIMITS: LazyLock<Limits> = LazyLock::new(|| Limits {
     lookup_pages: 40,
     attribute_pages: 50_000,
-    retained_per_user: 1,
-    state_bytes_per_user: 1 << 20,
     retain_for: std::time::Duration::from_secs(100),
-    shared_bytes_per_user: 1,
-    shared_bytes_of_users: 1,
-    shared_per_user: 1,
-    tracked_per_user: 1024,
-    page_table_bytes_per_user: 1 << 20,
-    tracked_children_per_user: 1024,
-    unused_file_timeout: std::time::Duration::ZERO,
-    users_at_limit: 16,
-};
+    ..Limits::default()
+});
 
 /// A file, a later state of it, and a request.
 #[derive(Arbitrary, Debug)]
