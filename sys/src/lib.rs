@@ -11,7 +11,6 @@ pub mod fd;
 pub mod fiemap;
 pub mod inotify;
 pub mod lease;
-pub mod loop_device;
 pub mod lru;
 pub mod mapping;
 pub mod maps;

@@ -7,6 +7,9 @@ use std::io::{Seek as _, SeekFrom, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use fdmap_sys::testing::fuse::{self, Fuse};
 use fdmap_sys::testing::mounts;
@@ -26,11 +29,15 @@ fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
 }
 
+/// Attaches a loop device to a file. Returns its path.
+fn attach(file: &File) -> String {
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    output("losetup", &["--find", "--show", &path]).unwrap().trim().to_owned()
+}
+
 /// A page is written through a loop device that is attached and detached between two checkpoints.
 fn write_through_loop_device(file: &File, page: u64) {
-    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-    let device = output("losetup", &["--find", "--show", &path]).unwrap();
-    let device = device.trim();
+    let device = &*attach(file);
     let written = File::options().write(true).open(device).and_then(|device| {
         device.write_all_at(&[7; PAGE as usize], page * PAGE)?;
         device.sync_all()
@@ -55,6 +62,51 @@ async fn loop_device_is_not_hidden_by_a_mapped_write() {
     watched.next().await.unwrap();
     watched.store(5);
     watched.next().await.unwrap().assert_exact(&[5], "after the device");
+}
+
+/// A loop device on a FUSE file whose attributes are not answered while `silent` is true.
+struct SilentLoop {
+    device: String,
+    silent: Arc<AtomicBool>,
+}
+
+impl Drop for SilentLoop {
+    fn drop(&mut self) {
+        self.silent.store(false, Ordering::SeqCst);
+        output("losetup", &["--detach", &self.device]).unwrap();
+    }
+}
+
+/// The kernel asks the file system of a loop device for the inode of its file, and a FUSE daemon need not answer.
+#[test(flavor = "multi_thread")]
+async fn loop_device_whose_file_system_does_not_answer_delays_no_tracking() {
+    const LONG: Duration = Duration::from_secs(5);
+    require(root());
+    let (folder, _guard) = temp_dir("fdmap-fuse-").unwrap();
+    let (backing, silent) = (sized_memfd("behind-fuse").unwrap(), Arc::new(AtomicBool::new(false)));
+    let is_silent = Arc::clone(&silent);
+    let wait = move || {
+        while is_silent.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let opened = std::thread::spawn(move || passthrough_file(&folder, backing, wait));
+    let Some(fuse) = opened.join().unwrap() else {
+        return;
+    };
+    let attached = SilentLoop { device: attach(&fuse), silent: Arc::clone(&silent) };
+    silent.store(true, Ordering::SeqCst);
+    let (known, attributes) = std::sync::mpsc::channel();
+    std::thread::spawn(move || known.send(fuse.metadata().map(drop)));
+    assert!(attributes.recv_timeout(Duration::from_millis(100)).is_err(), "the file system answers");
+    let service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create_file(&client, "other", PAGES * PAGE).await.unwrap();
+    let first = tokio::time::timeout(LONG, client.checkpoint(&named("other"), false, None)).await;
+    assert!(attributes.try_recv().is_err(), "the file system answers");
+    drop(attached);
+    first.expect("the start of tracking waits for the file system").unwrap();
+    attributes.recv_timeout(LONG).unwrap().unwrap();
 }
 
 /// `FS_IOC_UNRESVSP64`
@@ -165,11 +217,12 @@ async fn splice_to_a_twice_stacked_file_system_is_a_gap_of_all_files() {
 }
 
 /// A file of FUSE whose writes go to `backing`, opened before anything is tracked. `None`: the kernel has no FUSE passthrough.
-fn passthrough_file(folder: &Path, backing: OwnedFd) -> Option<File> {
+/// `wait`: called before each answer of attributes.
+fn passthrough_file(folder: &Path, backing: OwnedFd, wait: impl Fn() + Send + 'static) -> Option<File> {
     mounts::make_private().unwrap();
     let fuse =
         Fuse::mount(folder).inspect_err(|error| eprintln!("not run: {error}: {}", error.errno)).ok()?;
-    let server = std::thread::spawn(move || fuse.serve(backing.as_fd(), PAGES * PAGE));
+    let server = std::thread::spawn(move || fuse.serve(backing.as_fd(), PAGES * PAGE, wait));
     // Without passthrough the server ends, and with it the file system.
     let opened = File::options().read(true).write(true).open(folder.join(fuse::NAME));
     umount2(folder, MntFlags::MNT_DETACH).unwrap();
@@ -189,7 +242,8 @@ async fn writes_through_earlier_fuse_passthrough_are_not_hidden_by_other_writes(
     let memfd = sized_memfd("behind-fuse").unwrap();
     let (folder, _guard) = temp_dir("fdmap-fuse-").unwrap();
     let backing = memfd.try_clone().unwrap();
-    let Some(fuse) = std::thread::spawn(move || passthrough_file(&folder, backing)).join().unwrap() else {
+    let opened = std::thread::spawn(move || passthrough_file(&folder, backing, || ()));
+    let Some(fuse) = opened.join().unwrap() else {
         return;
     };
     fuse.write_all_at(b"passed", PAGE).unwrap();

@@ -67,15 +67,21 @@ impl Fuse {
     }
 
     /// Answers requests until the file system is unmounted and its file is closed. Reads and writes of the file go to `backing`, a
-    /// file of `size` bytes.
+    /// file of `size` bytes. Calls `wait` before it answers a request for attributes.
     ///
     /// # Errors
     /// The ioctl that opens `backing` (the kernel has no passthrough), or an access of the device.
-    pub fn serve(&self, backing: BorrowedFd<'_>, size: u64) -> Result<(), SyscallError> {
+    pub fn serve(&self, backing: BorrowedFd<'_>, size: u64, wait: impl Fn()) -> Result<(), SyscallError> {
         let backing_id = open_backing(self.device.as_fd(), backing)
             .call(|| format!("FUSE_DEV_IOC_BACKING_OPEN of descriptor {}", backing.as_raw_fd()))?;
         loop {
-            match self.answer_next(|request| answer(request, backing_id.cast_unsigned(), size)) {
+            let answered = self.answer_next(|request| {
+                if request.opcode() == GETATTR {
+                    wait();
+                }
+                answer(request, backing_id.cast_unsigned(), size)
+            });
+            match answered {
                 Err(error) if error.errno == Errno::ENODEV => return Ok(()),
                 other => other?,
             }

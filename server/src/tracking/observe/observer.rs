@@ -332,9 +332,9 @@ impl Observer {
         KernelObjects(&*self.probe)
     }
 
-    /// True if a loop device has the file open, or if this is unknown.
+    /// True if a loop device may have the file open.
     fn loop_device_has_open(&self) -> bool {
-        loop_devices::any_has_open(self.file.device, self.file.inode)
+        loop_devices::any_has_open(self.source().fd.as_fd())
     }
 
     /// The pages of the normalized set `wanted` that hold data.
