@@ -1,10 +1,10 @@
 //! Calls that may block, outside of the async worker threads.
 //!
-//! A call waits without a thread until nothing that it needs is in use: the file whose generations it works on, which one call at a
-//! time has, and a thread of its user. So a call that does not return costs one thread, however many wait behind it; and a call
-//! that waits for a thread holds no file.
+//! A call waits without a thread until all that it needs is free: a thread of its user, and, if it works on the generations of a file
+//! or scans it, its turn. One call at a time has each of these two turns of a file. So a call that does not return costs one thread,
+//! however many wait behind it; and a call that waits for a thread has no turn.
 //!
-//! Ends of files have threads of their own, of which those of one owner take a part: [`BlockingCalls::end_file`].
+//! Ends of files, and closes of descriptors, have threads of their own, of which those of one owner take a part: [`BlockingCalls::end`].
 
 mod turns;
 
@@ -15,32 +15,82 @@ use tokio::sync::oneshot;
 use tokio::task::{JoinError, spawn_blocking};
 use tonic::Code;
 
-use crate::files::{Caller, FileError, Quota, QuotaPermit, Quotas};
+use crate::files::{Caller, FileError, Quota, QuotaPermit, Quotas, ServiceFile};
 use crate::status::GrpcCode;
-use crate::watchdog;
-use turns::{Needs, Thread, Threads, Turns};
+use crate::watchdog::{self, Phase};
+use turns::{FileUse, Needs, Thread, Threads, Turns};
 
 /// Threads of all users but administrators together. tokio starts 512 at most.
 const MAX_THREADS_OF_USERS: u32 = 256;
-/// Threads that end files.
+/// Threads that end files and close descriptors.
 const MAX_ENDS: u32 = 16;
-/// Those of them that end files of one owner: as many as it has inode helpers.
+/// Those of them that work for one owner: as many as it has inode helpers.
 const MAX_ENDS_PER_OWNER: u32 = 4;
 
 /// Runs calls that may block.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct BlockingCalls {
     /// Calls that wait or run.
     calls: Arc<Quota>,
     schedule: Arc<Schedule>,
 }
 
-/// A call in progress. It counts toward the calls of its user, and may use threads one after another.
+/// A call in progress that may scan a file. It counts toward the calls of its user.
 #[derive(Debug)]
-pub(crate) struct ThreadedCall {
+pub(crate) struct ScanCall {
     schedule: Arc<Schedule>,
-    thread: Thread,
-    permit: Arc<QuotaPermit>,
+    needs: Needs,
+    permit: QuotaPermit,
+}
+
+/// Operation and file of a call, for the log, and the turn that it waits for.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    operation: &'static str,
+    /// The name of the file, unquoted.
+    name: Option<Arc<str>>,
+    turn: Option<FileUse>,
+    continues: bool,
+}
+
+impl Call {
+    /// A call about no file, or one that names its file itself.
+    pub(crate) const fn new(operation: &'static str) -> Self {
+        Self { operation, name: None, turn: None, continues: false }
+    }
+
+    /// A call about a file.
+    pub(crate) fn about(operation: &'static str, file: &ServiceFile) -> Self {
+        Self { name: Some(Arc::clone(&file.scans().source().name)), ..Self::new(operation) }
+    }
+
+    /// The rest of a call about a file, which holds page states meanwhile. It comes before calls of its user that begin.
+    pub(crate) fn rest(operation: &'static str, file: &ServiceFile) -> Self {
+        Self { continues: true, ..Self::about(operation, file) }
+    }
+
+    /// A call that works on the generations of a file.
+    pub(crate) fn on(operation: &'static str, file: &ServiceFile) -> Self {
+        Self { turn: Some(FileUse::Generations(file.id())), ..Self::about(operation, file) }
+    }
+
+    const fn needs(&self, thread: Thread) -> Needs {
+        Needs { thread, turn: self.turn, continues: self.continues }
+    }
+
+    fn begin(&self) -> watchdog::Operation {
+        match &self.name {
+            Some(name) => watchdog::Operation::begin(self.operation, name, Phase::Computation),
+            None => watchdog::Operation::begin_without_file(self.operation, Phase::Computation),
+        }
+    }
+}
+
+/// A call that waits, or has started since.
+struct Queued {
+    schedule: Arc<Schedule>,
+    number: u64,
+    _logged: watchdog::Queued,
 }
 
 /// The call was refused, or panicked.
@@ -84,56 +134,55 @@ impl BlockingCalls {
         }
     }
 
-    /// Runs `work` for the caller, as soon as it can run. `file`: whose generations it works on. If the returned future is dropped
-    /// while the call waits, the work is not done. Calls of administrators wait for the file only.
+    /// Runs `work` for the caller, as soon as it can run. If the returned future is dropped while the call waits, the work is not done.
+    /// Calls of administrators wait for their turn only.
     ///
     /// # Errors
     /// [`BlockingError`]
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         caller: &Caller,
-        file: Option<FileId>,
+        call: Call,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, BlockingError> {
-        let call = self.calls.acquire(caller, 1)?;
-        let needs = Needs { thread: thread_of(caller, &call), file };
+        let permit = self.calls.acquire(caller, 1)?;
+        let needs = call.needs(thread_of(caller, &permit));
         let running = self.schedule.start(needs).await;
-        Ok(in_a_thread((call, running), work).await?)
+        Ok(in_a_thread((permit, running), call, work).await?)
     }
 
-    /// Runs `work`, which ends a file of `owner`: of a subordinate user, its owner. It is not work of a user, so no quota counts it, and
-    /// files of administrators wait as well.
+    /// Runs `work`, which ends a file of `owner`, or closes a descriptor that it passed: of a subordinate user, its owner. It is not work
+    /// of a user, so no quota counts it, and that of administrators waits as well.
     ///
     /// # Errors
     /// A panic of `work`.
-    pub(crate) async fn end_file<T: Send + 'static>(
+    pub(crate) async fn end<T: Send + 'static>(
         &self,
         owner: u32,
-        file: FileId,
+        call: Call,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, JoinError> {
-        let running = self.schedule.start(Needs { thread: Thread::End(owner), file: Some(file) }).await;
-        in_a_thread(running, work).await
+        let running = self.schedule.start(call.needs(Thread::End(owner))).await;
+        in_a_thread(running, call, work).await
     }
 
-    /// Begins a call of the caller. It counts as in progress until the result is dropped.
+    /// Begins a call of the caller that may scan a file. It counts as in progress until the result is dropped.
     ///
     /// # Errors
     /// [`FileError::Limit`]
-    pub(crate) fn begin(&self, caller: &Caller) -> Result<ThreadedCall, FileError> {
+    pub(crate) fn begin_scan(&self, caller: &Caller, file: FileId) -> Result<ScanCall, FileError> {
         let permit = self.calls.acquire(caller, 1)?;
-        let thread = thread_of(caller, &permit);
-        Ok(ThreadedCall { schedule: Arc::clone(&self.schedule), thread, permit: Arc::new(permit) })
+        let turn = Some(FileUse::Scan(file));
+        let needs = Needs { thread: thread_of(caller, &permit), turn, continues: false };
+        Ok(ScanCall { schedule: Arc::clone(&self.schedule), needs, permit })
     }
 }
 
-impl ThreadedCall {
-    /// Resolves when the call may use a thread, until what it resolves to is dropped. The call is in progress until then, too. Threads of
-    /// administrators are not counted.
-    pub(crate) fn thread(&self) -> impl Future<Output = impl Send + use<>> + Send + use<> {
-        let started = self.schedule.start(Needs { thread: self.thread, file: None });
-        let permit = Arc::clone(&self.permit);
-        async move { (permit, started.await) }
+impl ScanCall {
+    /// Resolves when the call may scan the file in a thread, until what it resolves to is dropped. The call is in progress until then,
+    /// too. Threads of administrators are not counted.
+    pub(crate) async fn turn(self) -> impl Send + use<> {
+        (self.schedule.start(self.needs).await, self.permit)
     }
 }
 
@@ -144,22 +193,32 @@ fn thread_of(caller: &Caller, call: &QuotaPermit) -> Thread {
 /// Runs `work` in a thread, which drops `running` at the end.
 async fn in_a_thread<T: Send + 'static>(
     running: impl Send + 'static,
+    call: Call,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, JoinError> {
     let ran = spawn_blocking(move || {
         let _until_the_end = running;
+        let _operation = call.begin();
         work()
     });
     ran.await
 }
 
 impl Schedule {
-    /// Starts a call now, or when it can run.
+    /// Starts a call now, or when it can run. If the returned future is dropped meanwhile, the call no longer waits.
     fn start(self: &Arc<Self>, needs: Needs) -> impl Future<Output = Option<Running>> + Send + use<> {
         let (start, started) = oneshot::channel();
-        let start = self.lock().start(needs, start);
-        let queued = start.is_none().then(|| watchdog::queue(needs.thread.user(), needs.file));
-        self.grant(start.map(|start| (needs, start)));
+        let result = self.lock().start(needs, start);
+        let queued = match result {
+            Ok(start) => {
+                self.grant([(needs, start)]);
+                None
+            }
+            Err(number) => {
+                let logged = watchdog::queue(needs.thread.user(), needs.turn.map(FileUse::file));
+                Some(Queued { schedule: Arc::clone(self), number, _logged: logged })
+            }
+        };
         async move {
             let _queued = queued;
             // Fails only if the schedule is gone, which this call holds.
@@ -169,11 +228,7 @@ impl Schedule {
 
     /// Ends a call, and starts those that can run now.
     fn end(self: &Arc<Self>, needs: Needs) {
-        let mut turns = self.lock();
-        turns.end(needs);
-        turns.forget(oneshot::Sender::is_closed);
-        let started: Vec<_> = std::iter::from_fn(|| turns.next()).collect();
-        drop(turns);
+        let started = self.lock().end(needs);
         self.grant(started);
     }
 
@@ -187,6 +242,12 @@ impl Schedule {
     fn lock(&self) -> MutexGuard<'_, Turns<oneshot::Sender<Running>>> {
         // No code panics with the lock held.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Queued {
+    fn drop(&mut self) {
+        self.schedule.lock().cancel(self.number);
     }
 }
 

@@ -152,11 +152,11 @@ pub struct LimitArgs {
     #[arg(long, value_name = "N", default_value_t = Limits::default().users_at_limit)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     pub max_users_at_limit: u32,
-    /// Time for which an ephemeral file that no process opened exists, in seconds. fdmapd checks every 10 s, or as often as
-    /// this if that is less, but not more often than every second
+    /// Time for which an ephemeral file that no process opened exists, in seconds. fdmapd checks at this interval, but at
+    /// least every 10 s and at most once a second
     #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().unused_file_timeout.as_secs())]
     pub unused_file_timeout: u64,
-    /// Time after which a process without work ends that fdmapd started for a user, in seconds
+    /// Time after which an inode helper without calls, or an fdpass receiver without sessions, ends, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().helper_idle_timeout.as_secs())]
     pub helper_idle_timeout: u64,
 }

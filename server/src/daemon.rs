@@ -27,7 +27,7 @@ use crate::store::{FdStore, StoredFd};
 use crate::tracking::{EventSources, RecoveredFile};
 use crate::{fdpass, own_program, privileges, rpc, store, watchdog};
 
-/// Intervals of sweeps. Unless ephemeral files end sooner than that, the longer one.
+/// Bounds of the interval between sweeps, which is `--unused-file-timeout` within them.
 const MIN_SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 /// Time for the calls in progress to complete after SIGTERM or SIGINT.

@@ -10,7 +10,7 @@ use fdmap_proto::units::{PageRange, PageSize};
 use fdmap_sys::process;
 use tokio::sync::watch;
 
-use crate::blocking::BlockingCalls;
+use crate::blocking::{BlockingCalls, Call};
 use crate::files::{
     EphemeralSweep, FileError, KeepPolicy, Limits, Measure, Quota, Quotas, Registry, ServiceFile,
     SharedSnapshots, TrackedQuota,
@@ -23,6 +23,7 @@ use crate::random::random_id;
 use crate::scan::PageStateReader;
 use crate::tracking::EventSources;
 use crate::tracking::holder::Holder;
+use crate::watchdog::{self, Phase};
 
 /// Interval of the checks whether requests still use a file that ended.
 const IN_USE_INTERVAL: Duration = Duration::from_millis(100);
@@ -143,7 +144,12 @@ impl Service {
 
     /// The holder of the userfaultfds of a user. Subordinate users have that of their owner.
     pub(crate) fn holder_of(&self, uid: u32) -> Arc<Holder> {
-        self.event_sources.holders().of_user(self.quotas.owner_of(uid))
+        self.event_sources.holders().of_user(self.owner_of(uid))
+    }
+
+    /// The user who is charged for what `uid` uses: of a subordinate user id, its owner.
+    pub(crate) fn owner_of(&self, uid: u32) -> u32 {
+        self.quotas.owner_of(uid)
     }
 
     /// The provenance of an answer about `ranges` of a snapshot.
@@ -162,6 +168,7 @@ impl Service {
     /// Drops expired retained snapshots, shared snapshots that no client has, ephemeral files that no process uses, and charges for page
     /// tables that were freed. Also reads the subordinate user ids again, if they have changed. Must be called within the async runtime.
     pub fn sweep(self: &Arc<Self>) {
+        let _operation = watchdog::Operation::begin_without_file("sweep", Phase::Computation);
         self.quotas.reload();
         for file in self.ephemeral.sweep(&self.registry) {
             tracing::info!(%file, id = %file.id(), "deleted an ephemeral file that no process uses");
@@ -205,9 +212,9 @@ impl Service {
 
     /// Runs work on a file that ended, in a thread for such work.
     async fn end_file(&self, file: Arc<ServiceFile>, work: impl FnOnce(Arc<ServiceFile>) + Send + 'static) {
-        let (id, name) = (file.id(), file.to_string());
-        let owner = self.quotas.owner_of(file.access().uid);
-        if let Err(error) = self.blocking.end_file(owner, id, move || work(file)).await {
+        let (call, name) = (Call::on("end of a file", &file), file.to_string());
+        let owner = self.owner_of(file.access().uid);
+        if let Err(error) = self.blocking.end(owner, call, move || work(file)).await {
             tracing::error!(name, error = error_chain(&error), "cannot drop a file that ended");
         }
     }

@@ -1,9 +1,9 @@
 //! Logs operations of the core that take long, while they still run: operation, file, phase, and the process that they wait for.
 //!
-//! An operation runs on one thread, so its phases need no parameter: [`enter`] and [`wait_for`] apply to the innermost operation of
-//! the calling thread, and do nothing outside one. A call that waits for its turn has no thread yet: [`queue`]. [`run`] logs each
-//! of both once when it is slow. The end of each slow one is logged too, that of an operation with what it did and waited for longest.
-//! The cost is two short locks per operation and one per phase.
+//! An operation runs on one thread, so its phases need no parameter: [`enter`] and [`wait_for`] apply to the operation of the calling
+//! thread, and do nothing outside one. An operation that begins within another one is a part of it: the log names the innermost.
+//! A call that waits for its turn has no thread yet: [`queue()`]. [`run`] logs each of both once when it is slow. The end of each slow
+//! one is logged too, that of an operation with its longest step. The cost is two short locks per operation and one per phase.
 
 mod list;
 mod queue;
@@ -14,10 +14,12 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use tracing::field::debug;
+
 use crate::log_limit::LogLimit;
 use list::{Entry, List, Listed};
 
-pub(crate) use queue::queue;
+pub(crate) use queue::{Queued, queue};
 
 /// Time between two searches for slow operations.
 const INTERVAL: Duration = Duration::from_millis(250);
@@ -55,14 +57,23 @@ pub(crate) enum Phase {
     Inode,
     /// Writes a shared snapshot.
     SharedSnapshot,
+    /// Starts a helper.
+    HelperStart,
+    /// Computes an answer, or changes what the service keeps.
+    Computation,
 }
 
 /// An operation in progress. Dropping it ends the operation.
 pub(crate) struct Operation {
-    listed: Listed<Progress>,
-    outer: Option<Arc<Entry<Progress>>>,
+    nesting: Nesting,
     /// Operations are values of one thread.
     _not_send: PhantomData<*const ()>,
+}
+
+enum Nesting {
+    Outermost(Listed<Progress>),
+    /// Within another one, which continues with this step.
+    Inner(Step),
 }
 
 /// The operation waits for a process until this is dropped.
@@ -71,13 +82,8 @@ pub(crate) struct Waiting {
     _not_send: PhantomData<*const ()>,
 }
 
-struct Progress {
-    operation: &'static str,
-    file: Arc<str>,
-    state: Mutex<State>,
-}
+struct Progress(Mutex<State>);
 
-#[derive(Clone, Copy)]
 struct State {
     now: Step,
     /// The time of `now`.
@@ -86,9 +92,12 @@ struct State {
     longest: (Step, Duration),
 }
 
-/// The phase of an operation, and the process that it waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Operation, file and phase, and the process that the operation waits for.
+#[derive(Clone, Debug, PartialEq, Eq)]
 struct Step {
+    operation: &'static str,
+    /// The name of the file, unquoted.
+    file: Option<Arc<str>>,
     phase: Phase,
     pid: Option<u32>,
 }
@@ -96,42 +105,76 @@ struct Step {
 impl Operation {
     /// Begins an operation on a file. `file` is its name, unquoted.
     pub(crate) fn begin(operation: &'static str, file: &Arc<str>, phase: Phase) -> Self {
-        let now = Step { phase, pid: None };
-        let state = State { now, since: Instant::now(), longest: (now, Duration::ZERO) };
-        let progress = Progress { operation, file: Arc::clone(file), state: Mutex::new(state) };
-        let listed = OPERATIONS.add(progress);
-        let outer = CURRENT.replace(Some(Arc::clone(&listed.entry)));
-        Self { listed, outer, _not_send: PhantomData }
+        Self::begin_step(Step { operation, file: Some(Arc::clone(file)), phase, pid: None })
+    }
+
+    /// Begins an operation that is on no file, or on one whose name is not known yet.
+    pub(crate) fn begin_without_file(operation: &'static str, phase: Phase) -> Self {
+        Self::begin_step(Step { operation, file: None, phase, pid: None })
+    }
+
+    /// Begins `phase` of the thread's current operation. If there is none, begins `operation` on `file`. Lasts until the result is dropped.
+    pub(crate) fn begin_phase(operation: &'static str, file: Option<&Arc<str>>, phase: Phase) -> Self {
+        let now = CURRENT.with_borrow(|current| Some(current.as_ref()?.value.state().now.clone()));
+        let now = now.unwrap_or_else(|| Step { operation, file: file.cloned(), phase, pid: None });
+        Self::begin_step(Step { phase, ..now })
+    }
+
+    fn begin_step(step: Step) -> Self {
+        let now = Instant::now();
+        let nesting = CURRENT.with_borrow_mut(|current| match current {
+            Some(outer) => Nesting::Inner(outer.value.state().step(step, now)),
+            None => {
+                let state = State { now: step.clone(), since: now, longest: (step, Duration::ZERO) };
+                let listed = OPERATIONS.add(Progress(Mutex::new(state)));
+                *current = Some(Arc::clone(&listed.entry));
+                Nesting::Outermost(listed)
+            }
+        });
+        Self { nesting, _not_send: PhantomData }
     }
 }
 
 impl Drop for Operation {
     fn drop(&mut self) {
-        CURRENT.set(self.outer.take());
-        if let Some(after) = self.listed.slow()
+        let listed = match &self.nesting {
+            Nesting::Inner(outer) => {
+                let _ = change(|now| *now = outer.clone());
+                return;
+            }
+            Nesting::Outermost(listed) => listed,
+        };
+        CURRENT.set(None);
+        if let Some(after) = listed.slow()
             && let Some(omitted) = ENDED.permit()
         {
-            let progress = &self.listed.entry.value;
-            let Step { phase, pid } = progress.state().longest(Instant::now());
-            let (operation, file) = (progress.operation, &progress.file);
-            tracing::warn!(operation, ?file, %phase, pid, ?after, omitted, "a slow operation ended");
+            let step = listed.entry.value.state().longest(Instant::now()).clone();
+            let Step { operation, file, phase, pid } = step;
+            let file = file.as_deref().map(debug);
+            tracing::warn!(operation, file, %phase, pid, ?after, omitted, "a slow operation ended");
         }
     }
 }
 
 impl State {
-    /// Begins another step, if it is another one.
-    fn step(&mut self, next: Step, at: Instant) {
-        if next != self.now {
-            self.longest = (self.longest(at), self.longest.1.max(at.saturating_duration_since(self.since)));
-            (self.now, self.since) = (next, at);
+    /// Begins another step, if it is another one. Returns the step before.
+    fn step(&mut self, next: Step, at: Instant) -> Step {
+        if next == self.now {
+            return next;
         }
+        let time = at.saturating_duration_since(self.since);
+        self.since = at;
+        let before = std::mem::replace(&mut self.now, next);
+        if time >= self.longest.1 {
+            self.longest = (before.clone(), time);
+        }
+        before
     }
 
     /// The longest step until `at`.
-    fn longest(&self, at: Instant) -> Step {
-        let (step, time) = self.longest;
-        if at.saturating_duration_since(self.since) >= time { self.now } else { step }
+    fn longest(&self, at: Instant) -> &Step {
+        let (step, time) = &self.longest;
+        if at.saturating_duration_since(self.since) >= *time { &self.now } else { step }
     }
 }
 
@@ -144,7 +187,7 @@ impl Drop for Waiting {
 impl Progress {
     fn state(&self) -> MutexGuard<'_, State> {
         // No code panics with the lock held.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -161,13 +204,13 @@ pub(crate) fn wait_for(pid: u32) -> Waiting {
 
 /// The name of the file that the operation of this thread works on, unquoted.
 pub(crate) fn file() -> Option<Arc<str>> {
-    CURRENT.with_borrow(|current| current.as_ref().map(|entry| Arc::clone(&entry.value.file)))
+    CURRENT.with_borrow(|current| current.as_ref()?.value.state().now.file.clone())
 }
 
 fn change<T>(change: impl FnOnce(&mut Step) -> T) -> Option<T> {
     CURRENT.with_borrow(|current| {
         let mut state = current.as_ref()?.value.state();
-        let mut next = state.now;
+        let mut next = state.now.clone();
         let result = change(&mut next);
         state.step(next, Instant::now());
         Some(result)
@@ -192,10 +235,10 @@ fn report() {
         return;
     }
     oldest.set_reported();
-    let Progress { operation, file, .. } = &oldest.value;
-    let Step { phase, pid } = oldest.value.state().now;
+    let Step { operation, file, phase, pid } = oldest.value.state().now.clone();
+    let file = file.as_deref().map(debug);
     let (after, others) = (oldest.began.elapsed(), slow.len() - 1);
-    tracing::warn!(operation, ?file, %phase, pid, ?after, others, "an operation is slow and still runs");
+    tracing::warn!(operation, file, %phase, pid, ?after, others, "an operation is slow and still runs");
 }
 
 impl fmt::Display for Phase {
@@ -213,6 +256,8 @@ impl fmt::Display for Phase {
             Self::PageStates => "page-states",
             Self::Inode => "inode",
             Self::SharedSnapshot => "shared-snapshot",
+            Self::HelperStart => "helper-start",
+            Self::Computation => "computation",
         })
     }
 }
@@ -225,12 +270,9 @@ mod tests {
     /// Phase and process of the slow operations on a file, oldest first.
     fn slow(file: &Arc<str>, now: Instant) -> Vec<(&'static str, Phase, Option<u32>)> {
         let slow = OPERATIONS.slow_since(now);
-        let of_file = slow.iter().map(|entry| &entry.value).filter(|progress| progress.file == *file);
-        let states = of_file.map(|progress| {
-            let Step { phase, pid } = progress.state().now;
-            (progress.operation, phase, pid)
-        });
-        states.collect()
+        let steps = slow.iter().map(|entry| entry.value.state().now.clone());
+        let of_file = steps.filter(|step| step.file.as_ref() == Some(file));
+        of_file.map(|Step { operation, phase, pid, .. }| (operation, phase, pid)).collect()
     }
 
     #[test]
@@ -250,12 +292,16 @@ mod tests {
         let outermost = CURRENT.with_borrow(Clone::clone).unwrap();
         let inner = Operation::begin("Inner", &file, Phase::Journal);
         enter(Phase::Stamping);
-        let expected = [("Outer", Phase::Harvest, None), ("Inner", Phase::Stamping, None)];
-        assert_eq!(slow(&file, later()), expected);
-        outermost.set_reported();
-        assert_eq!(slow(&file, later()), expected[1..]);
+        assert_eq!(slow(&file, later()), [("Inner", Phase::Stamping, None)], "the log names the innermost");
+        let helper = Operation::begin_phase("start of a helper", None, Phase::HelperStart);
+        assert_eq!(slow(&file, later()), [("Inner", Phase::HelperStart, None)]);
+        drop(helper);
+        assert_eq!(slow(&file, later()), [("Inner", Phase::Stamping, None)]);
         drop(inner);
+        assert_eq!(slow(&file, later()), [("Outer", Phase::Harvest, None)]);
+        outermost.set_reported();
         enter(Phase::Audit);
+        assert_eq!(slow(&file, later()), []);
         assert_eq!(outermost.value.state().now.phase, Phase::Audit, "the outer operation is current again");
         assert_eq!(super::file(), Some(Arc::clone(&file)));
         drop(outer);
@@ -264,6 +310,11 @@ mod tests {
         assert_eq!(super::file(), None);
         enter(Phase::Lock);
         drop(wait_for(1));
+        let start = Operation::begin_phase("start of a helper", None, Phase::HelperStart);
+        let Nesting::Outermost(listed) = &start.nesting else { panic!("it is a part of no other one") };
+        let expected =
+            Step { operation: "start of a helper", file: None, phase: Phase::HelperStart, pid: None };
+        assert_eq!(listed.entry.value.state().now, expected);
     }
 
     #[test]
@@ -272,13 +323,13 @@ mod tests {
         let at = |ms| began + Duration::from_millis(ms);
         let [lock, harvest, journal] =
             [(Phase::Lock, None), (Phase::Harvest, Some(7)), (Phase::Journal, None)]
-                .map(|(phase, pid)| Step { phase, pid });
-        let mut state = State { now: lock, since: began, longest: (lock, Duration::ZERO) };
-        assert_eq!(state.longest(at(0)), lock);
-        state.step(harvest, at(10));
-        assert_eq!((state.longest(at(19)), state.longest(at(20))), (lock, harvest));
-        state.step(harvest, at(25));
-        state.step(journal, at(40));
-        assert_eq!((state.longest(at(69)), state.longest(at(70))), (harvest, journal));
+                .map(|(phase, pid)| Step { operation: "Checkpoint", file: None, phase, pid });
+        let mut state = State { now: lock.clone(), since: began, longest: (lock.clone(), Duration::ZERO) };
+        assert_eq!(state.longest(at(0)), &lock);
+        assert_eq!(state.step(harvest.clone(), at(10)), lock);
+        assert_eq!((state.longest(at(19)), state.longest(at(20))), (&lock, &harvest));
+        state.step(harvest.clone(), at(25));
+        assert_eq!(state.step(journal.clone(), at(40)), harvest);
+        assert_eq!((state.longest(at(69)), state.longest(at(70))), (&harvest, &journal));
     }
 }

@@ -17,7 +17,7 @@ use crate::victim::{GROUP, MAX_DELAY, Victim};
 /// The user of the attacker.
 pub const USER: u32 = 65_534;
 pub const MAX_STOP: Duration = Duration::from_secs(5);
-/// Files and helpers without a user end soon after an attack.
+/// Options, in seconds, by which unused files and idle helpers end soon after an attack.
 const SHORT_TIMEOUTS: &[&str] = &["--unused-file-timeout", "1", "--helper-idle-timeout", "1"];
 /// Within this time nothing of an attack is left: files end at the sweep after next, and idle threads after 10 s.
 pub const MAX_RELEASE: Duration = Duration::from_secs(40);

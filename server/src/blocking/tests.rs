@@ -1,3 +1,4 @@
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -15,6 +16,11 @@ fn user(uid: u32) -> Caller {
 
 fn file(id: u64) -> Option<FileId> {
     FileId::new(id)
+}
+
+/// A call that works on a file.
+fn call(turn: Option<FileId>) -> Call {
+    Call { turn: turn.map(FileUse::Generations), ..Call::new("test") }
 }
 
 /// Two threads for each user.
@@ -35,7 +41,7 @@ async fn stuck(
     let call = tokio::spawn(async move {
         // No other task of this thread runs before the call waits.
         polled.send(()).unwrap();
-        calls.run(&caller, file, work).await.is_ok()
+        calls.run(&caller, call(file), work).await.is_ok()
     });
     is_polled.await.unwrap();
     (release, call)
@@ -44,7 +50,7 @@ async fn stuck(
 /// The result of a call that returns at once.
 async fn ran(calls: &BlockingCalls, uid: u32, file: Option<FileId>) -> Result<i32, Code> {
     let caller = user(uid);
-    let done = timeout(LONG, calls.run(&caller, file, || 5)).await.expect("the call waits");
+    let done = timeout(LONG, calls.run(&caller, call(file), || 5)).await.expect("the call waits");
     done.map_err(|error| error.code())
 }
 
@@ -52,8 +58,36 @@ async fn ran(calls: &BlockingCalls, uid: u32, file: Option<FileId>) -> Result<i3
 fn stuck_end(calls: &Arc<BlockingCalls>, owner: u32, id: u64) -> (mpsc::Sender<()>, JoinHandle<bool>) {
     let (calls, (release, released)) = (Arc::clone(calls), mpsc::channel::<()>());
     let work = move || released.recv();
-    let id = file(id).unwrap();
-    (release, tokio::spawn(async move { calls.end_file(owner, id, work).await.is_ok() }))
+    let ends = call(file(id));
+    (release, tokio::spawn(async move { calls.end(owner, ends, work).await.is_ok() }))
+}
+
+/// The users of scans that wait, in the order in which they begin.
+#[tokio::test]
+async fn scans_of_a_file_take_turns_among_its_users() {
+    let calls = calls();
+    let id = FileId::new(1).unwrap();
+    let first = calls.begin_scan(&user(1), id).unwrap().turn().await;
+    let (began, mut order) = tokio::sync::mpsc::unbounded_channel();
+    for uid in [1, 1, 1, 2, 0, 2] {
+        let (scan, began) = (calls.begin_scan(&user(uid), id).unwrap(), began.clone());
+        tokio::spawn(async move {
+            let _turn = scan.turn().await;
+            began.send(uid).unwrap();
+        });
+        // The request waits.
+        tokio::task::yield_now().await;
+    }
+    // The generations of the file, and scans of others, are not in use.
+    assert_eq!(ran(&calls, 2, file(1)).await, Ok(5));
+    drop(calls.begin_scan(&user(2), FileId::new(2).unwrap()).unwrap().turn().await);
+    drop(first);
+    let mut users = Vec::new();
+    for _ in 0..6 {
+        users.push(timeout(LONG, order.recv()).await.unwrap().unwrap());
+    }
+    assert_eq!(users, [2, 0, 1, 2, 1, 1]);
+    assert_idle(&calls);
 }
 
 fn assert_idle(calls: &BlockingCalls) {
@@ -64,15 +98,19 @@ fn assert_idle(calls: &BlockingCalls) {
 #[tokio::test]
 async fn threads_of_scans_count_for_their_user() {
     let calls = calls();
-    let begun = [0, 1, 2].map(|uid| calls.begin(&user(uid)).unwrap());
-    let thread = |uid: usize| begun[uid].thread();
+    let next = AtomicU64::new(1);
+    // Each of another file.
+    let thread = |uid| {
+        let id = FileId::new(next.fetch_add(1, Ordering::Relaxed)).unwrap();
+        calls.begin_scan(&user(uid), id).unwrap().turn()
+    };
     let scanning = [thread(1).await, thread(1).await];
     let third = thread(1);
     tokio::pin!(third);
     let wait = Duration::from_millis(10);
     assert!(timeout(wait, &mut third).await.is_err());
     // Calls of the user wait as well; those of others do not.
-    assert!(timeout(wait, calls.run(&user(1), None, || ())).await.is_err());
+    assert!(timeout(wait, calls.run(&user(1), call(None), || ())).await.is_err());
     assert_eq!((ran(&calls, 2, None).await, ran(&calls, 0, None).await), (Ok(5), Ok(5)));
     drop((timeout(LONG, thread(2)).await.unwrap(), timeout(LONG, thread(0)).await.unwrap()));
     drop(scanning);
@@ -111,7 +149,7 @@ async fn calls_of_one_user_have_a_bounded_number_of_threads() {
     let calls = calls();
     let running = [stuck(&calls, 1, None).await, stuck(&calls, 1, None).await];
     let caller = user(1);
-    let mut third = Box::pin(calls.run(&caller, None, || 5));
+    let mut third = Box::pin(calls.run(&caller, call(None), || 5));
     assert!(timeout(Duration::from_millis(50), &mut third).await.is_err());
     drop(running);
     assert_eq!(timeout(LONG, third).await.unwrap().unwrap(), 5);
@@ -138,7 +176,7 @@ async fn all_users_but_administrators_share_a_bounded_number_of_threads() {
         running.push(stuck(&calls, 1000 + uid, None).await);
     }
     let caller = user(1);
-    let mut waiting = Box::pin(calls.run(&caller, None, || 5));
+    let mut waiting = Box::pin(calls.run(&caller, call(None), || 5));
     assert!(timeout(Duration::from_millis(50), &mut waiting).await.is_err());
     assert_eq!(ran(&calls, 0, None).await, Ok(5));
     running.pop();
@@ -154,7 +192,7 @@ async fn all_calls_of_a_burst_are_done() {
             let calls = Arc::clone(&calls);
             let caller = user(u32::try_from(nth % 5).unwrap());
             let work = move || std::thread::sleep(Duration::from_micros(nth % 7 * 10));
-            tokio::spawn(async move { calls.run(&caller, file(nth % 4), work).await.is_ok() })
+            tokio::spawn(async move { calls.run(&caller, call(file(nth % 4)), work).await.is_ok() })
         })
         .collect();
     for call in burst {
@@ -169,7 +207,7 @@ async fn canceled_call_that_waits_is_not_done() {
     let (release, first) = stuck(&calls, 1, file(1)).await;
     let (done, was_done) = mpsc::channel();
     let caller = user(2);
-    let canceled = calls.run(&caller, file(1), move || done.send(()));
+    let canceled = calls.run(&caller, call(file(1)), move || done.send(()));
     assert!(timeout(Duration::from_millis(10), canceled).await.is_err());
     drop(release);
     assert!(first.await.unwrap());
@@ -183,7 +221,7 @@ async fn panic_gives_back_what_the_call_had() {
     let calls = calls();
     let caller = user(1);
     for _ in 0..5 {
-        let panicked = calls.run(&caller, file(1), || panic!("on purpose"));
+        let panicked = calls.run(&caller, call(file(1)), || panic!("on purpose"));
         let panicked = timeout(LONG, panicked).await.unwrap();
         assert_eq!(panicked.map(drop).map_err(|error| error.code()), Err(Code::Internal));
     }
@@ -206,7 +244,7 @@ async fn ends_of_one_owner_delay_no_end_of_another() {
     .await
     .unwrap();
     for nth in 0..20 {
-        let ended = timeout(MAX_DELAY, calls.end_file(2, file(100 + nth).unwrap(), || ()));
+        let ended = timeout(MAX_DELAY, calls.end(2, call(file(100 + nth)), || ()));
         ended.await.expect("the end waits for another owner").unwrap();
     }
     // Nor do calls wait for them.
@@ -230,7 +268,7 @@ async fn end_that_waits_for_calls_about_its_file_has_no_thread() {
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert_eq!(calls.schedule.lock().running_ends(), 0);
     for id in 10..10 + 2 * u64::from(MAX_ENDS_PER_OWNER) {
-        timeout(LONG, calls.end_file(1, file(id).unwrap(), || ())).await.expect("no thread is left").unwrap();
+        timeout(LONG, calls.end(1, call(file(id)), || ())).await.expect("no thread is left").unwrap();
     }
     for (release, call) in running.into_iter().chain(waiting).chain(ends) {
         drop(release);

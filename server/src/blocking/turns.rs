@@ -1,9 +1,11 @@
 //! Which calls run, and which wait. Pure.
 //!
-//! A call takes all that it needs at once: while it waits, it has no file and no thread.
+//! A call takes all that it needs at once: while it waits, it has no turn on a file and no thread.
 //!
-//! Of the users whose calls wait for a file, the one comes first that was served longest ago. So each other user delays a call by one
-//! call, however many it makes.
+//! Among users whose calls wait for a turn on a file, the user served longest ago comes first. So each other user delays a call by one
+//! call, however many it makes. A call that continues an earlier one comes before those that begin: what it holds meanwhile is memory.
+//!
+//! An end looks up only what the calls need that it can let start, so that it takes little time however many wait.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -15,7 +17,7 @@ pub(super) enum Thread {
     /// One that no limit counts.
     Unlimited,
     User(u32),
-    /// One that ends files of this owner.
+    /// One that ends files of this owner, or closes descriptors that it passed.
     End(u32),
 }
 
@@ -27,14 +29,38 @@ impl Thread {
             Self::User(user) | Self::End(user) => Some(user),
         }
     }
+
+    /// True if one limit for all counts both.
+    const fn is_of_kind(self, other: Self) -> bool {
+        matches!((self, other), (Self::User(_), Self::User(_)) | (Self::End(_), Self::End(_)))
+    }
+}
+
+/// A use of a file that one call at a time has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum FileUse {
+    /// Reads or changes its generations.
+    Generations(FileId),
+    /// Scans its pages.
+    Scan(FileId),
+}
+
+impl FileUse {
+    pub(super) const fn file(self) -> FileId {
+        match self {
+            Self::Generations(file) | Self::Scan(file) => file,
+        }
+    }
 }
 
 /// What a call has while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Needs {
     pub(super) thread: Thread,
-    /// The file whose generations the call works on.
-    pub(super) file: Option<FileId>,
+    /// The use of a file for which it takes turns with others.
+    pub(super) turn: Option<FileUse>,
+    /// It continues an earlier call.
+    pub(super) continues: bool,
 }
 
 /// Threads that users share.
@@ -52,19 +78,30 @@ pub(super) struct Threads {
 pub(super) struct Turns<W> {
     users: Threads,
     ends: Threads,
-    /// The files that calls work on, or wait for.
-    files: HashMap<FileId, FileTurns>,
+    /// Uses of files that calls have, or wait for.
+    files: HashMap<FileUse, FileTurns>,
     /// Calls that were started.
     started: u64,
-    /// In the order of their requests. None of them can run, except between [`Self::end`] and the last [`Self::next`].
-    waiting: VecDeque<(Needs, W)>,
+    /// The number of the last call that waited.
+    last: u64,
+    /// In the order of their requests, so of their numbers. None of them can run.
+    waiting: VecDeque<Waiting<W>>,
 }
 
-/// The calls that work on a file.
+#[derive(Debug)]
+struct Waiting<W> {
+    number: u64,
+    needs: Needs,
+    waiter: W,
+}
+
+/// The calls that take turns at a use of a file.
 #[derive(Debug, Default)]
 struct FileTurns {
     is_in_use: bool,
-    /// For each user, the number of the last call that was started. Administrators are one user. Kept while calls wait for the file.
+    /// Calls that wait for it.
+    waiting: usize,
+    /// For each user, the number of the last call that was started. Administrators are one user. Kept while calls wait.
     last: HashMap<Option<u32>, u64>,
 }
 
@@ -86,7 +123,8 @@ impl Threads {
         self.running += 1;
     }
 
-    fn give_back(&mut self, user: u32) {
+    /// Returns true if all threads were in use.
+    fn give_back(&mut self, user: u32) -> bool {
         let left = self.of(user).saturating_sub(1);
         if left == 0 {
             self.by_user.remove(&user);
@@ -94,50 +132,84 @@ impl Threads {
             self.by_user.insert(user, left);
         }
         self.running -= 1;
+        self.running + 1 >= self.max
     }
 }
 
 impl<W> Turns<W> {
     pub(super) fn new(users: Threads, ends: Threads) -> Self {
-        Self { users, ends, files: HashMap::new(), started: 0, waiting: VecDeque::new() }
+        Self { users, ends, files: HashMap::new(), started: 0, last: 0, waiting: VecDeque::new() }
     }
 
-    /// Starts a call, and returns `waiter`, or lets it wait.
-    pub(super) fn start(&mut self, needs: Needs, waiter: W) -> Option<W> {
+    /// Starts a call, and returns `waiter`, or lets it wait, and returns its number.
+    pub(super) fn start(&mut self, needs: Needs, waiter: W) -> Result<W, u64> {
         if self.can_run(needs) {
             self.take(needs);
-            return Some(waiter);
+            return Ok(waiter);
         }
-        self.waiting.push_back((needs, waiter));
-        None
+        if let Some(turn) = needs.turn {
+            self.files.entry(turn).or_default().waiting += 1;
+        }
+        self.last += 1;
+        self.waiting.push_back(Waiting { number: self.last, needs, waiter });
+        Err(self.last)
     }
 
-    /// Ends a call. [`Self::next`] has to follow until it returns `None`.
-    pub(super) fn end(&mut self, Needs { thread, file }: Needs) {
-        if let Some(file) = file {
-            if self.waiting.iter().any(|(needs, _)| needs.file == Some(file)) {
-                self.files.entry(file).or_default().is_in_use = false;
-            } else {
-                self.files.remove(&file);
-            }
+    /// Ends a call. Returns those that start now.
+    pub(super) fn end(&mut self, ended: Needs) -> Vec<(Needs, W)> {
+        if let Some(turns) = ended.turn.and_then(|turn| self.files.get_mut(&turn)) {
+            turns.is_in_use = false;
         }
-        match thread {
-            Thread::Unlimited => {}
+        self.forget_unused(ended.turn);
+        let were_all_in_use = match ended.thread {
+            Thread::Unlimited => false,
             Thread::User(user) => self.users.give_back(user),
             Thread::End(owner) => self.ends.give_back(owner),
+        };
+        let awaits = |needs: &Needs| {
+            needs.turn.is_some() && needs.turn == ended.turn
+                || needs.thread == ended.thread
+                || were_all_in_use && needs.thread.is_of_kind(ended.thread)
+        };
+        std::iter::from_fn(|| self.next(awaits)).collect()
+    }
+
+    /// Removes a call that waits. Does nothing if it has started.
+    pub(super) fn cancel(&mut self, number: u64) {
+        if let Ok(at) = self.waiting.binary_search_by_key(&number, |waiting| waiting.number) {
+            self.remove(at);
         }
     }
 
-    /// Starts one of the calls that wait and can run: the first one, but of ends one of an owner with the fewest threads, and of calls
-    /// that work on the same file one of the user who was served longest ago.
-    pub(super) fn next(&mut self) -> Option<(Needs, W)> {
-        let first = self.first_by_key(|_| true, |needs| self.rank(needs.thread))?;
-        let at = match self.waiting.get(first)?.0.file {
+    fn remove(&mut self, at: usize) -> Option<Waiting<W>> {
+        let removed = self.waiting.remove(at)?;
+        if let Some(turns) = removed.needs.turn.and_then(|turn| self.files.get_mut(&turn)) {
+            turns.waiting -= 1;
+        }
+        self.forget_unused(removed.needs.turn);
+        Some(removed)
+    }
+
+    fn forget_unused(&mut self, turn: Option<FileUse>) {
+        if let Some(turn) = turn
+            && self.files.get(&turn).is_some_and(|turns| !turns.is_in_use && turns.waiting == 0)
+        {
+            self.files.remove(&turn);
+        }
+    }
+
+    /// Starts one of the calls that wait and can run, of those that `awaits` chooses: the first one of a user with the fewest threads, but
+    /// of calls that take turns one of the user who was served longest ago.
+    fn next(&mut self, awaits: impl Fn(&Needs) -> bool) -> Option<(Needs, W)> {
+        let first = self.first_by_key(awaits, |needs| (self.rank(needs.thread), !needs.continues))?;
+        let at = match self.waiting.get(first)?.needs.turn {
             None => first,
-            file => self.first_by_key(|needs| needs.file == file, |needs| self.last_of(*needs))?,
+            turn => self.first_by_key(|needs| needs.turn == turn, |needs| self.last_of(*needs))?,
         };
-        let (needs, waiter) = self.waiting.remove(at)?;
+        // Before it is removed: its user was served.
+        let needs = self.waiting.get(at)?.needs;
         self.take(needs);
+        let Waiting { needs, waiter, .. } = self.remove(at)?;
         Some((needs, waiter))
     }
 
@@ -148,49 +220,42 @@ impl<W> Turns<W> {
         key: impl Fn(&Needs) -> K,
     ) -> Option<usize> {
         let calls = self.waiting.iter().enumerate();
-        let can_run = calls.filter(|(_, (needs, _))| is_chosen(needs) && self.can_run(*needs));
-        can_run.min_by_key(|(at, (needs, _))| (key(needs), *at)).map(|(at, _)| at)
+        let can_run = calls.filter(|(_, Waiting { needs, .. })| is_chosen(needs) && self.can_run(*needs));
+        can_run.min_by_key(|(at, Waiting { needs, .. })| (key(needs), *at)).map(|(at, _)| at)
     }
 
-    /// The number of the last call of the same user that worked on the same file.
-    fn last_of(&self, Needs { thread, file }: Needs) -> u64 {
-        let turns = file.and_then(|file| self.files.get(&file));
+    /// The number of the last call of the same user that had this turn.
+    fn last_of(&self, Needs { thread, turn, .. }: Needs) -> u64 {
+        let turns = turn.and_then(|turn| self.files.get(&turn));
         turns.and_then(|turns| turns.last.get(&thread.user())).copied().unwrap_or(0)
     }
 
-    /// Forgets calls that wait.
-    pub(super) fn forget(&mut self, is_canceled: impl Fn(&W) -> bool) {
-        self.waiting.retain(|(_, waiter)| !is_canceled(waiter));
-        let waiting = &self.waiting;
-        let is_awaited = |file: &FileId| waiting.iter().any(|(needs, _)| needs.file == Some(*file));
-        self.files.retain(|file, turns| turns.is_in_use || is_awaited(file));
-    }
-
-    fn can_run(&self, Needs { thread, file }: Needs) -> bool {
+    fn can_run(&self, Needs { thread, turn, .. }: Needs) -> bool {
         let has_thread = match thread {
             Thread::Unlimited => true,
             Thread::User(user) => self.users.has_one_for(user),
             Thread::End(owner) => self.ends.has_one_for(owner),
         };
-        has_thread && file.is_none_or(|file| self.files.get(&file).is_none_or(|turns| !turns.is_in_use))
+        has_thread && turn.is_none_or(|turn| self.files.get(&turn).is_none_or(|turns| !turns.is_in_use))
     }
 
     fn rank(&self, thread: Thread) -> u32 {
         match thread {
-            Thread::Unlimited | Thread::User(_) => 0,
+            Thread::Unlimited => 0,
+            Thread::User(user) => self.users.of(user),
             Thread::End(owner) => self.ends.of(owner),
         }
     }
 
-    fn take(&mut self, Needs { thread, file }: Needs) {
+    fn take(&mut self, Needs { thread, turn, .. }: Needs) {
         match thread {
             Thread::Unlimited => {}
             Thread::User(user) => self.users.take(user),
             Thread::End(owner) => self.ends.take(owner),
         }
         self.started += 1;
-        if let Some(file) = file {
-            let turns = self.files.entry(file).or_default();
+        if let Some(turn) = turn {
+            let turns = self.files.entry(turn).or_default();
             turns.is_in_use = true;
             turns.last.insert(thread.user(), self.started);
         }

@@ -124,6 +124,7 @@ fn start_session(
             () = shutdown.wait() => Ok(()),
         };
         session.wait_until_released().await;
+        session.wait_until_closed().await;
         // The receiver closes its copies.
         drop(link);
         if let Err(error) = ended {
@@ -193,6 +194,7 @@ async fn run_session(session: &mut Session, link: &ReceiverSession) -> Result<()
         if reply.last {
             return Ok(());
         }
+        session.wait_until_closed().await;
     }
 }
 

@@ -1,6 +1,6 @@
 //! One client's session on the fdpass socket.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -14,11 +14,13 @@ use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_sys::memfd::MemfdFlags;
 use fdmap_sys::pidfd::{self, PidFd};
+use tokio::time::timeout;
 
 use super::error::OperationError;
-use super::passed::PassedDescriptors;
+use super::passed::{Closer, Closes, PassedDescriptors, PassedFd};
 use super::protocol::{Operation, Packet, SnapshotRequest, TrackRequest, decode_packet};
 use super::snapshot;
+use crate::blocking::Call;
 use crate::files::{Caller, FileError, Registry, ServiceFile};
 use crate::pages::{ScanOptions, Snapshot};
 use crate::probe::ScanError;
@@ -78,6 +80,8 @@ pub struct Session {
     holder: Arc<Holder>,
     /// That of the last process that an administrator tracked.
     target: Weak<Holder>,
+    /// Of the other descriptors of the last packet.
+    closes: Option<Closes>,
     open: bool,
 }
 
@@ -88,7 +92,7 @@ impl Session {
     #[must_use]
     pub fn new(service: Arc<Service>, caller: Caller, peer: Peer) -> Self {
         let holder = service.holder_of(caller.uid);
-        Self { service, caller, peer, holder, target: Weak::new(), open: false }
+        Self { service, caller, peer, holder, target: Weak::new(), closes: None, open: false }
     }
 
     /// True once the client has sent Hello.
@@ -112,7 +116,10 @@ impl Session {
         packet: Packet<'a>,
         descriptors: Vec<OwnedFd>,
     ) -> impl Future<Output = SessionReply> + Send + use<'a> {
-        let descriptors = PassedDescriptors::new(descriptors, &self.holder);
+        let user = self.service.owner_of(self.caller.uid);
+        let (closer, closes) = Closer::new(self.service.blocking.clone(), user);
+        self.closes = Some(closes);
+        let descriptors = PassedDescriptors::new(descriptors, &self.holder, &closer);
         self.handle_passed(packet, descriptors)
     }
 
@@ -121,6 +128,8 @@ impl Session {
         let result = self.result_of(packet, descriptors).await;
         if has_descriptors {
             self.wait_until_released().await;
+            // Others may have the threads: the next packet waits for longer.
+            let _ = timeout(SEND_TIMEOUT, self.wait_until_closed()).await;
         }
         let (reply, descriptors, last) = match result {
             Ok((reply, descriptors)) => (reply, descriptors, false),
@@ -153,6 +162,13 @@ impl Session {
         };
         while is_sending() && began.elapsed() < SEND_TIMEOUT {
             tokio::time::sleep(RELEASE_INTERVAL).await;
+        }
+    }
+
+    /// Waits until the other descriptors of the last packet are closed, so that a user has few of them however slow their closes are.
+    pub async fn wait_until_closed(&mut self) {
+        if let Some(closes) = &mut self.closes {
+            closes.wait().await;
         }
     }
 
@@ -197,7 +213,7 @@ impl Session {
         let create = move || {
             service.add_file(|files| files.memfd_create(&caller, name.clone(), &memfd_name, flags, lifetime))
         };
-        let file = self.service.blocking.run(&self.caller, None, create).await??;
+        let file = self.service.blocking.run(&self.caller, Call::new("MemfdCreate"), create).await??;
         file.note_sent();
         let sent = self.send_file(&file, true);
         if sent.is_err() {
@@ -206,7 +222,7 @@ impl Session {
             // No client has a descriptor. Waits for a call that works on the file.
             let delete = move || service.registry.delete(&caller, &name).map(|file| service.drop_ended(file));
             // Return the first error.
-            let _ = self.service.blocking.run(&self.caller, None, delete).await;
+            let _ = self.service.blocking.run(&self.caller, Call::about("Delete", &file), delete).await;
         }
         sent
     }
@@ -258,7 +274,7 @@ impl Session {
             charge,
             child_charges,
         };
-        let ids = self.use_tracker(file, move |tracker| tracker.track(registration)).await?;
+        let ids = self.use_tracker("Track", file, move |tracker| tracker.track(registration)).await?;
         let mapping_ids = ids.into_iter().map(MappingId::get).collect();
         Ok((Reply::Tracked(v1::Tracked { mapping_ids }), Vec::new()))
     }
@@ -285,7 +301,7 @@ impl Session {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let (pid, process) = self.target_process(pid)?;
         let detach = move |tracker: &Arc<Tracker>| tracker.detach(pid, &process, &mappings);
-        let detached = self.use_tracker(file, detach).await?;
+        let detached = self.use_tracker("Detach", file, detach).await?;
         let mappings = u32::try_from(detached).unwrap_or(u32::MAX);
         Ok((Reply::Detached(v1::Detached { mappings }), Vec::new()))
     }
@@ -318,42 +334,47 @@ impl Session {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let (pid, process) = self.target_process(None)?;
         let untrack = move |tracker: &Arc<Tracker>| tracker.untrack(pid, &process, &mappings);
-        self.use_tracker(file, untrack).await?;
+        self.use_tracker("Untrack", file, untrack).await?;
         Ok((Reply::Untracked(v1::Untracked {}), Vec::new()))
     }
 
     async fn set_coverage_policy(&self, file: &FileName, policy: CoveragePolicy) -> OperationResult {
         let file = self.service.registry.find(&self.caller, file, Right::Write)?;
-        self.use_tracker(file, move |tracker| tracker.set_coverage_policy(policy)).await?;
+        let set = move |tracker: &Arc<Tracker>| tracker.set_coverage_policy(policy);
+        self.use_tracker("SetCoveragePolicy", file, set).await?;
         Ok((Reply::CoveragePolicySet(v1::SetCoveragePolicyResponse {}), Vec::new()))
     }
 
     /// Runs work with the tracker of a file, when it is the turn of this call, if the client still has the write right then.
     async fn use_tracker<T: Send + 'static>(
         &self,
+        operation: &'static str,
         file: Arc<ServiceFile>,
         work: impl FnOnce(&Arc<Tracker>) -> Result<T, TrackingError> + Send + 'static,
     ) -> Result<T, OperationError> {
         let (service, caller, id) = (Arc::clone(&self.service), self.caller.clone(), file.id());
+        let call = Call::on(operation, &file);
         let permitted = move || {
             service.registry.find(&caller, &FileName::Id(id), Right::Write)?;
             Ok::<_, OperationError>(work(&file.tracker()?)?)
         };
-        self.service.blocking.run(&self.caller, Some(id), permitted).await?
+        self.service.blocking.run(&self.caller, call, permitted).await?
     }
 
     async fn adopt(
         &self,
-        memfd: OwnedFd,
+        memfd: PassedFd,
         name: String,
         access: Option<Access>,
         lifetime: Option<Lifetime>,
     ) -> OperationResult {
         let (service, caller) = (Arc::clone(&self.service), self.caller.clone());
-        let adopted = self.service.blocking.run(&self.caller, None, move || {
-            let adopt =
-                |files: &Registry| files.adopt(&caller, memfd.as_fd(), name.clone(), access, lifetime);
-            service.add_file(adopt)?.info(&caller)
+        let adopted = self.service.blocking.run(&self.caller, Call::new("Adopt"), move || {
+            let fd = memfd.fd()?;
+            let adopt = |files: &Registry| files.adopt(&caller, fd, name.clone(), access, lifetime);
+            let file = service.add_file(adopt);
+            memfd.close();
+            Ok::<_, OperationError>(file?.info(&caller)?)
         });
         let info = adopted.await??;
         Ok((Reply::Adopted(v1::Adopted { file: Some(info.into()) }), Vec::new()))
@@ -365,14 +386,15 @@ impl Session {
         let file_pages = file.scans().source().file_pages()?;
         let range = resolve_range(range, file_pages)?;
         let result = {
-            let call = self.service.blocking.begin(&self.caller)?;
-            file.scans().read_when(|| call.thread(), &[range], ScanOptions::default(), max_age).await?
+            let call = self.service.blocking.begin_scan(&self.caller, file.id())?;
+            file.scans().read_when(call.turn(), &[range], ScanOptions::default(), max_age).await?
         };
         // The right may have been revoked meanwhile.
         self.service.registry.find(&self.caller, &FileName::Id(file.id()), Right::Inspect)?;
         let (service, snapshot) = (Arc::clone(&self.service), result.snapshot.clone());
         let describe = move || service.provenance(&snapshot, &[range]);
-        let provenance = self.service.blocking.run(&self.caller, None, describe).await??;
+        let provenance =
+            self.service.blocking.run(&self.caller, Call::rest("FetchSnapshot", &file), describe).await??;
         let header = Header {
             layout,
             slots: layout == BodyLayout::Entries && self.service.probe.reports_slots(),
@@ -396,12 +418,12 @@ impl Session {
             range: Some(header.range.into()),
             size_bytes: bytes,
         };
-        let name = Arc::clone(&file.scans().source().name);
+        let call = Call::about("FetchSnapshot", file);
         let build = move || {
-            let _operation = watchdog::Operation::begin("FetchSnapshot", &name, Phase::SharedSnapshot);
+            watchdog::enter(Phase::SharedSnapshot);
             snapshot::build(&header, &states, || waiters.strong_count() == 0)
         };
-        let built = self.service.blocking.run(&self.caller, None, build).await?.map_err(FileError::from)?;
+        let built = self.service.blocking.run(&self.caller, call, build).await?.map_err(FileError::from)?;
         drop(waiting);
         let built = built.ok_or(ScanError::Cancelled)?;
         self.service.shared_snapshots.add(built.service_fd, reservation);

@@ -59,7 +59,7 @@ pub struct Limits {
     pub users_at_limit: u32,
     /// Time for which an ephemeral file that was never opened exists at least.
     pub unused_file_timeout: Duration,
-    /// Time after which a helper without work ends.
+    /// Time after which an inode helper without calls, or a receiver without sessions, ends.
     pub helper_idle_timeout: Duration,
 }
 

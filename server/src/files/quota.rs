@@ -118,6 +118,19 @@ impl Quota {
         self.acquire(caller, amount.min(self.max_per_user))
     }
 
+    /// The same, for a thing of which `part` is charged already.
+    ///
+    /// # Errors
+    /// [`FileError::Limit`]
+    pub fn acquire_at_most_beside(
+        self: &Arc<Self>,
+        caller: &Caller,
+        amount: u64,
+        part: &QuotaPermit,
+    ) -> Result<QuotaPermit, FileError> {
+        self.acquire(caller, amount.min(self.max_per_user.saturating_sub(part.amount)))
+    }
+
     /// True if the caller can acquire nothing more.
     #[must_use]
     pub fn is_exhausted_for(&self, caller: &Caller) -> bool {
@@ -299,6 +312,7 @@ mod tests {
         let all = quota.acquire_at_most(&caller(1), 1000).unwrap();
         assert_eq!(all.amount(), 10);
         assert!(quota.acquire_at_most(&caller(1), 1).is_err());
+        assert_eq!(quota.acquire_at_most_beside(&caller(1), 1000, &all).unwrap().amount(), 0);
         drop(all);
         let _some = quota.acquire_at_most(&caller(1), 4).unwrap();
         assert!(quota.acquire_at_most(&caller(1), 1000).is_err(), "only if there is nothing else");

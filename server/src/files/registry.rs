@@ -130,7 +130,7 @@ impl Registry {
         if bytes > file.size_bytes()? {
             self.check_allocated(caller, file.access().uid)?;
         }
-        file.resize(self.change_by(&file), bytes, caller.admin)?;
+        file.resize(self.change_by(caller, &file), bytes)?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
     }
@@ -147,7 +147,7 @@ impl Registry {
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find(caller, name, Right::Write)?;
         let _operation = file.begin("Seal", Phase::Inode);
-        file.seal(self.change_by(&file), seals)?;
+        file.seal(self.change_by(caller, &file), seals)?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
     }
@@ -156,9 +156,9 @@ impl Registry {
     ///
     /// # Errors
     /// [`FileError::Sealed`] if the file has `F_SEAL_SEAL`; [`FileError`].
-    pub fn seal_writers(&self, file: &Arc<ServiceFile>) -> Result<(), FileError> {
+    pub fn seal_writers(&self, caller: &Caller, file: &Arc<ServiceFile>) -> Result<(), FileError> {
         let _operation = file.begin("SealWriters", Phase::Inode);
-        file.seal_writers(self.change_by(file))?;
+        file.seal_writers(self.change_by(caller, file))?;
         self.notify(file, FileEventKind::Changed);
         Ok(())
     }
@@ -190,10 +190,10 @@ impl Registry {
     /// # Errors
     /// [`FileError::Fenced`] if it is fenced for another reason; [`FileError::Inode`] while a change of its inode is late; [`FileError`]; the fence is unchanged, except after
     /// [`FileError::Persist`].
-    pub fn set_fence(&self, file: &ServiceFile, reason: String) -> Result<(), FileError> {
+    pub fn set_fence(&self, caller: &Caller, file: &ServiceFile, reason: String) -> Result<(), FileError> {
         check_name(&reason).map_err(FileError::Reason)?;
         let _operation = file.begin("Fence", Phase::Lock);
-        file.set_fence(reason)?;
+        file.set_fence(caller, reason)?;
         self.notify(file, FileEventKind::Changed);
         Ok(())
     }
@@ -202,9 +202,9 @@ impl Registry {
     ///
     /// # Errors
     /// As [`Self::set_fence`].
-    pub fn end_fence(&self, file: &ServiceFile, expected: &str) -> Result<(), FileError> {
+    pub fn end_fence(&self, caller: &Caller, file: &ServiceFile, expected: &str) -> Result<(), FileError> {
         let _operation = file.begin("Fence", Phase::Lock);
-        file.end_fence(expected)?;
+        file.end_fence(caller, expected)?;
         self.notify(file, FileEventKind::Changed);
         Ok(())
     }
@@ -268,9 +268,13 @@ impl Registry {
         })
     }
 
-    fn change_by(&self, file: &ServiceFile) -> ChangeBy<'_, impl FnOnce() + Send + use<>> {
+    fn change_by<'a>(
+        &'a self,
+        caller: &'a Caller,
+        file: &ServiceFile,
+    ) -> ChangeBy<'a, impl FnOnce() + Send + use<>> {
         let notify = self.notifier(file, FileEventKind::Changed);
-        ChangeBy { calls: &self.inode_calls, user: self.helpers_of(file.access().uid), notify }
+        ChangeBy { caller, calls: &self.inode_calls, user: self.helpers_of(file.access().uid), notify }
     }
 
     /// The user whose helpers change the inodes of files of `uid`.

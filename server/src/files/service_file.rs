@@ -1,5 +1,6 @@
-//! One file that the service owns. Changes of its inode are in `inode`.
+//! One file that the service owns. Changes of its inode are in `inode`, rights to it in `access`.
 
+mod access;
 mod inode;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -309,47 +310,17 @@ impl ServiceFile {
         self.tracker.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    #[must_use]
-    pub fn access(&self) -> Access {
-        // No code panics with the lock held.
-        *self.access.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Changes the access. If the owner changes, `charge_new_owner` charges the new one for the file and its bytes, and moves the name.
-    pub(super) fn set_access(
-        &self,
-        caller: &Caller,
-        access: Access,
-        charge_new_owner: impl FnOnce(u64) -> Result<FileCharge, FileError>,
-    ) -> Result<(), FileError> {
-        // The lock protects no data. Changes are recorded in the order in which they are made, and wait for checkpoints of the file;
-        // a late resize, which needs the lock of the charge, does not.
-        let _turn = self.access_turn.lock().unwrap_or_else(PoisonError::into_inner);
-        // An earlier change may have given the file to another owner.
-        self.require_owner(caller)?;
-        let mut charge = self.charge.lock().unwrap_or_else(PoisonError::into_inner);
-        if access.uid != self.access().uid {
-            *charge = charge_new_owner(charge.bytes.amount())?;
-            self.count_stored_for(charge.bytes.uid());
-            self.stamp_quota.change_owner(access.uid);
-        }
-        *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
-        drop(charge);
-        if let Some(tracker) = self.existing_tracker() {
-            self.record(&tracker)?;
-        }
-        Ok(())
-    }
-
     fn record(&self, tracker: &Tracker) -> Result<(), FileError> {
         let recorded = tracker.update_file_info(self.describe(None)?);
         recorded.map_err(|error| FileError::Persist(Box::new(error)))
     }
 
     /// Fences the file. Afterwards no generation is closed, no description for writing is opened, and neither size nor seals change.
-    pub(super) fn set_fence(&self, reason: String) -> Result<(), FileError> {
-        let _change = self.turn().map_err(|error| FileError::of_inode(format!("fence {self}"), error))?;
+    pub(super) fn set_fence(&self, caller: &Caller, reason: String) -> Result<(), FileError> {
+        let _change = self.turn(caller, Right::Migrate, || format!("fence {self}"))?;
         let _turn = self.access_turn.lock().unwrap_or_else(PoisonError::into_inner);
+        // Rights change only with this lock held.
+        self.require(caller, Right::Migrate)?;
         match self.fence() {
             Some(other) if other != reason => self.fenced(other),
             _ => self.replace_fence(Some(reason)),
@@ -357,8 +328,9 @@ impl ServiceFile {
     }
 
     /// Ends the fence. `expected`: its reason, or empty.
-    pub(super) fn end_fence(&self, expected: &str) -> Result<(), FileError> {
+    pub(super) fn end_fence(&self, caller: &Caller, expected: &str) -> Result<(), FileError> {
         let _turn = self.access_turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.require(caller, Right::Migrate)?;
         match self.fence() {
             Some(other) if !expected.is_empty() && other != expected => self.fenced(other),
             Some(_) => self.replace_fence(None),
@@ -434,20 +406,6 @@ impl ServiceFile {
             lifetime: self.lifetime,
             fence: self.fence(),
         })
-    }
-
-    pub(super) fn require(&self, caller: &Caller, right: Right) -> Result<(), FileError> {
-        if caller.has(right, &self.access()) {
-            return Ok(());
-        }
-        Err(FileError::Denied { uid: caller.uid, right, file: self.to_string() })
-    }
-
-    pub(super) fn require_owner(&self, caller: &Caller) -> Result<(), FileError> {
-        if caller.owns(&self.access()) {
-            return Ok(());
-        }
-        Err(FileError::NotOwner { uid: caller.uid, file: self.to_string() })
     }
 
     /// Opens the file for a client. The new description has its own offset, and its writes raise inotify events. A file with

@@ -19,6 +19,8 @@ use fdmap_sys::Errno;
 use fdmap_sys::capabilities::{self, Capabilities};
 use starters::Starters;
 
+use crate::watchdog::{Operation, Phase};
+
 /// `None`: there are no threads, and the next start makes them.
 static STARTERS: Mutex<Option<Arc<Starters<Program>>>> = Mutex::new(None);
 
@@ -90,6 +92,7 @@ impl OwnProgram {
     /// Those of [`Command::spawn`], `sendmsg`, and of making a thread: `socketpair`, clone, `close_range`. `TimedOut` after
     /// [`START_TIMEOUT`]. `Other` if the thread has ended.
     pub(crate) fn start(self) -> io::Result<Child> {
+        let _operation = Operation::begin_phase("start of a helper", None, Phase::HelperStart);
         let Self { arguments, capabilities, descriptors } = self;
         let has_descriptor = descriptors.each_ref().map(Option::is_some);
         let passed = descriptors.into_iter().flatten().collect();

@@ -56,6 +56,8 @@ impl PackedAttributes {
 pub struct AttributeMap {
     /// Key: page / 64.
     leaves: BTreeMap<u64, Leaf>,
+    /// Memory of the leaves, in bytes.
+    bytes: usize,
 }
 
 #[derive(Clone, Debug)]
@@ -77,6 +79,13 @@ impl Leaf {
         Some(Self { pages, values: values.into() })
     }
 
+    /// Memory in a map, in bytes.
+    fn bytes(&self) -> usize {
+        // A node of the tree is at least half full.
+        let place = 2 * size_of::<(u64, Self)>();
+        place + 16 + size_of_val(&*self.values)
+    }
+
     fn get(&self, page: u64) -> Option<PackedAttributes> {
         if self.pages >> page & 1 == 0 {
             return None;
@@ -94,14 +103,19 @@ impl AttributeMap {
     /// `pages` have none.
     pub fn put_leaf(&mut self, first: PageIndex, pages: u64, values: &[PackedAttributes; LEAF]) {
         let at = first.0 / LEAF_PAGES;
-        match Leaf::new(pages, values) {
-            Some(leaf) => self.leaves.insert(at, leaf),
+        let replaced = match Leaf::new(pages, values) {
+            Some(leaf) => {
+                self.bytes += leaf.bytes();
+                self.leaves.insert(at, leaf)
+            }
             None => self.leaves.remove(&at),
         };
+        self.bytes -= replaced.as_ref().map_or(0, Leaf::bytes);
     }
 
-    /// Adds the leaves of `other`.
+    /// Adds the leaves of `other`, which are of other pages.
     pub fn append(&mut self, mut other: Self) {
+        self.bytes += other.bytes;
         self.leaves.append(&mut other.leaves);
     }
 
@@ -112,7 +126,9 @@ impl AttributeMap {
             let (first, end) = (range.start().0 / LEAF_PAGES, range.end().0.div_ceil(LEAF_PAGES));
             self.leaves.range(first..end).map(|(at, leaf)| (*at, leaf.clone()))
         });
-        Self { leaves: leaves.collect() }
+        let leaves: BTreeMap<_, _> = leaves.collect();
+        let bytes = leaves.values().map(Leaf::bytes).sum();
+        Self { leaves, bytes }
     }
 
     #[must_use]
@@ -121,13 +137,10 @@ impl AttributeMap {
         leaf.and_then(|leaf| leaf.get(page.0 % LEAF_PAGES)).unwrap_or_default()
     }
 
-    /// Approximate memory in bytes.
+    /// Approximate memory in bytes. Shared values are counted in each map.
     #[must_use]
-    pub fn bytes(&self) -> usize {
-        // A node of the tree is at least half full. Shared values are counted in each map.
-        let place = 2 * size_of::<(u64, Leaf)>();
-        let of_leaf = |leaf: &Leaf| place + 16 + size_of_val(&*leaf.values);
-        self.leaves.values().map(of_leaf).sum()
+    pub const fn bytes(&self) -> usize {
+        self.bytes
     }
 }
 

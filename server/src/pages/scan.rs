@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use fdmap_proto::units::to_u64;
-
 use super::attributes::AttributeMap;
 use super::map::Snapshot;
 
@@ -23,14 +21,4 @@ pub struct ScanResult {
     pub snapshot: Snapshot,
     /// Attributes of the requested pages; `None` if [`ScanOptions::attributes`] was not set.
     pub attributes: Option<Arc<AttributeMap>>,
-}
-
-impl ScanResult {
-    /// Approximate memory in bytes, of the snapshot and of the attributes. Takes time proportional to the blocks, and to the pages with
-    /// attributes.
-    #[must_use]
-    pub fn bytes(&self) -> [u64; 2] {
-        let attributes = self.attributes.as_ref().map_or(0, |attributes| attributes.bytes());
-        [to_u64(self.snapshot.bytes()), to_u64(attributes)]
-    }
 }

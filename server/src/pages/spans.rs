@@ -36,7 +36,7 @@ impl Spans {
         if range.is_empty() {
             return;
         }
-        let first = self.first_behind(range.start());
+        let first = self.first_ending_after(range.start());
         let behind = self.spans.partition_point(|(old, _)| old.start() < range.end());
         let rest = |(old, stamp): (BlockRange, ScanStamp), start: BlockIndex, end: BlockIndex| {
             let rest = BlockRange::new(old.start().max(start), old.end().min(end));
@@ -66,7 +66,7 @@ impl Spans {
     /// The opaque parts of `range`, in ascending order.
     pub fn opaque(&self, range: BlockRange) -> impl Iterator<Item = BlockRange> {
         let first = match self.any_blind {
-            true => self.first_behind(range.start()),
+            true => self.first_ending_after(range.start()),
             false => self.spans.len(),
         };
         let inside = self.spans[first..].iter().take_while(move |(span, _)| span.start() < range.end());
@@ -75,8 +75,8 @@ impl Spans {
         })
     }
 
-    /// The index of the first span that does not end before `block`, or at it.
-    fn first_behind(&self, block: BlockIndex) -> usize {
+    /// The index of the first span that ends after `block`: the number of spans if there is none.
+    fn first_ending_after(&self, block: BlockIndex) -> usize {
         self.spans.partition_point(|(span, _)| span.end() <= block)
     }
 
@@ -86,7 +86,7 @@ impl Spans {
     pub fn over(&self, range: BlockRange) -> Option<ScanStamp> {
         let mut next = range.start();
         let mut whole: Option<ScanStamp> = None;
-        for (span, stamp) in &self.spans[self.first_behind(next)..] {
+        for (span, stamp) in &self.spans[self.first_ending_after(next)..] {
             if next >= range.end() && whole.is_some() {
                 break;
             }
@@ -107,7 +107,7 @@ impl Spans {
         let mut add = |from: BlockIndex, to: BlockIndex| {
             stale.extend(BlockRange::new(from, to.min(range.end())).filter(|r| !r.is_empty()));
         };
-        let until_end = self.spans[self.first_behind(next)..].iter();
+        let until_end = self.spans[self.first_ending_after(next)..].iter();
         let inside = until_end.take_while(|(span, _)| span.start() < range.end());
         for (span, _) in inside.filter(|(_, stamp)| fresh(stamp)) {
             add(next, span.start().max(next));

@@ -200,19 +200,22 @@ impl LookupQuery {
         }
     }
 
-    /// The pages as ranges of one page each.
+    /// The pages as ranges in their order. Pages that follow one another are one range.
     ///
     /// # Errors
     /// [`QueryError::PastEnd`]
     pub fn ranges(&self, file_pages: u64) -> Result<Vec<PageRange>, QueryError> {
-        let range = |page: &PageIndex| {
-            if page.0 < file_pages {
-                Ok(PageRange::at(*page, 1))
-            } else {
-                Err(QueryError::PastEnd { requested: format!("page {page}"), file_pages })
+        let mut ranges = Vec::<PageRange>::new();
+        for page in &self.pages {
+            if page.0 >= file_pages {
+                return Err(QueryError::PastEnd { requested: format!("page {page}"), file_pages });
             }
-        };
-        self.pages.iter().map(range).collect()
+            match ranges.last_mut() {
+                Some(last) if last.end() == *page => *last = PageRange::at(last.start(), last.len() + 1),
+                _ => ranges.push(PageRange::at(*page, 1)),
+            }
+        }
+        Ok(ranges)
     }
 }
 
@@ -373,8 +376,9 @@ mod tests {
         assert!(LookupQuery::new(request(vec![]), &limits).is_err());
         let too_many = LookupQuery::new(request(vec![0; 4]), &limits);
         assert!(matches!(too_many, Err(QueryError::TooMany { requested: 4, limit: 3, .. })));
-        let query = LookupQuery::new(request(vec![9, 1]), &limits).unwrap();
-        assert!(query.ranges(10).is_ok());
+        let query = LookupQuery::new(request(vec![9, 1, 2]), &limits).unwrap();
+        let ranges = query.ranges(10).unwrap();
+        assert_eq!(ranges, [PageRange::at(PageIndex(9), 1), PageRange::at(PageIndex(1), 2)]);
         assert!(matches!(query.ranges(9), Err(QueryError::PastEnd { .. })));
     }
 

@@ -56,12 +56,13 @@ where
             Ok(reserved) => reserved,
             Err(error) => return Box::pin(async move { Ok(status(error).into_http()) }),
         };
-        let (parts, body) = request.into_parts();
+        let (mut parts, body) = request.into_parts();
         let (body, charge) = if is_one_message {
-            unreceived::bounded(unreceived, body)
+            unreceived::bounded(unreceived.clone(), body)
         } else {
             (body, RequestCharge::default())
         };
+        parts.extensions.insert(unreceived.memory(charge.clone()));
         let answer = self.0.call(Request::from_parts(parts, body));
         Box::pin(async move {
             let answer = answer.await?;

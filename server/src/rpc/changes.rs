@@ -8,7 +8,8 @@ use fdmap_proto::v1;
 use tonic::Status;
 
 use super::Rpc;
-use crate::files::{Caller, ServiceFile};
+use crate::blocking::Call;
+use crate::files::{Caller, QuotaPermit, ServiceFile};
 use crate::pages::{ScanOptions, ScanResult};
 use crate::query::{ChangesQuery, ChangesStart, Encoding, QueryError};
 use crate::status::status;
@@ -65,7 +66,8 @@ impl ChangedSet {
 }
 
 impl Rpc {
-    /// Reads the page states that entries need, or the attributes that runs need. Returns `None` if the answer needs neither.
+    /// Reads the page states that entries need, or the attributes that runs need. Returns no result if the answer needs neither, and what
+    /// the caller is charged for attributes.
     pub(super) async fn read_for_changes(
         &self,
         caller: &Caller,
@@ -74,31 +76,40 @@ impl Rpc {
         query: &ChangesQuery,
         changed: &ChangedSet,
         range: PageRange,
-    ) -> Result<(Option<ScanResult>, Option<v1::Provenance>), Status> {
+    ) -> Result<(Option<ScanResult>, Option<v1::Provenance>, QuotaPermit), Status> {
+        let none = || {
+            let memory = self.service.registry.states().acquire(caller, 0).map_err(status)?;
+            Ok((None, None, memory))
+        };
         let attributes = !query.attributes.is_empty();
         if !attributes && query.encoding != Encoding::Entries {
-            return Ok((None, None));
+            return none();
         }
         let mut ranges = vec![range];
         if attributes {
-            let runs = changed.stamps.changed(changed.since, range);
-            let runs: Vec<_> = runs.map(|run| run.range).collect();
-            let requested = runs.iter().map(|run| run.len()).sum::<u64>();
             let limit = self.service.limits.attribute_pages;
-            if requested > limit {
+            let (call, stamps, since) = (Call::about("Changes", file), changed.stamps.clone(), changed.since);
+            let find = move || {
+                let runs = || stamps.changed(since, range).map(|run| run.range);
+                let requested = runs().map(|run| run.len()).sum::<u64>();
+                let some = || runs().take(MAX_ATTRIBUTE_RUNS + 1).collect::<Vec<_>>();
+                if requested > limit { Err(requested) } else { Ok(some()) }
+            };
+            let found = self.service.blocking.run(caller, call, find).await.map_err(status)?;
+            let runs = found.map_err(|requested| {
                 let resource = "changed pages with attributes";
-                return Err(status(QueryError::TooMany { resource, requested, limit }));
-            }
+                status(QueryError::TooMany { resource, requested, limit })
+            })?;
             if runs.is_empty() {
-                return Ok((None, None));
+                return none();
             }
             if runs.len() <= MAX_ATTRIBUTE_RUNS {
                 ranges = runs;
             }
         }
         let options = ScanOptions { distinguish_swap_cached: false, attributes };
-        let result = self.read(caller, file, right, &ranges, options, Duration::ZERO).await?;
-        let provenance = self.provenance(caller, &result.snapshot, &ranges).await?;
-        Ok((Some(result), provenance))
+        let (result, memory) = self.read(caller, file, right, &ranges, options, Duration::ZERO).await?;
+        let provenance = self.provenance(caller, file, &result.snapshot, &ranges).await?;
+        Ok((Some(result), provenance, memory))
     }
 }

@@ -14,6 +14,7 @@ use tonic::{Request, Response, Status};
 
 use super::stream::{ResponseStream, channel};
 use super::{Rpc, decoded};
+use crate::blocking::Call;
 use crate::files::{Caller, FileEvent, FileEventKind, FileSpec, Registry, ServiceFile};
 use crate::service::Service;
 use crate::status::status;
@@ -51,7 +52,7 @@ impl Files for Rpc {
         let owner = caller.clone();
         let create =
             move |service: &Arc<Service>| service.add_file(|files| files.create(&owner, spec.clone()));
-        let file = self.blocking(&caller, create).await?;
+        let file = self.blocking(&caller, Call::new("Create"), create).await?;
         Ok(Response::new(v1::CreateResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -86,8 +87,8 @@ impl Files for Rpc {
         let v1::ResizeRequest { file, size_bytes } = request.into_inner();
         let name = decoded(FileName::try_from(file))?;
         let by = caller.clone();
-        let file =
-            self.blocking(&caller, move |service| service.registry.resize(&by, &name, size_bytes)).await?;
+        let resize = move |service: &Arc<Service>| service.registry.resize(&by, &name, size_bytes);
+        let file = self.blocking(&caller, Call::new("Resize"), resize).await?;
         Ok(Response::new(v1::ResizeResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -100,7 +101,8 @@ impl Files for Rpc {
             return decoded(Err(ConvertError::Missing("seals")));
         }
         let by = caller.clone();
-        let file = self.blocking(&caller, move |service| service.registry.seal(&by, &name, seals)).await?;
+        let seal = move |service: &Arc<Service>| service.registry.seal(&by, &name, seals);
+        let file = self.blocking(&caller, Call::new("Seal"), seal).await?;
         Ok(Response::new(v1::SealResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -114,7 +116,7 @@ impl Files for Rpc {
         let access = decoded(access.ok_or(ConvertError::Missing("access")).and_then(Access::try_from))?;
         let by = caller.clone();
         let set = move |service: &Arc<Service>| service.registry.set_access(&by, &name, access);
-        let file = self.blocking(&caller, set).await?;
+        let file = self.blocking(&caller, Call::new("SetAccess"), set).await?;
         Ok(Response::new(v1::SetAccessResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -129,7 +131,7 @@ impl Files for Rpc {
         let delete = move |service: &Arc<Service>| {
             service.registry.delete(&by, &name).map(|file| service.drop_ended(file))
         };
-        self.blocking(&caller, delete).await?;
+        self.blocking(&caller, Call::new("Delete"), delete).await?;
         Ok(Response::new(v1::DeleteResponse {}))
     }
 
@@ -137,16 +139,17 @@ impl Files for Rpc {
         let caller = self.caller(&request)?;
         let v1::FenceRequest { file, reason, expected_reason } = request.into_inner();
         let file = self.file(&caller, file, Right::Migrate)?;
-        let fenced = Arc::clone(&file);
+        let (fenced, by) = (Arc::clone(&file), caller.clone());
         // After the checkpoint of the file that is in progress.
         let change = move |registry: &Registry| {
             if reason.is_empty() {
-                registry.end_fence(&fenced, &expected_reason)
+                registry.end_fence(&by, &fenced, &expected_reason)
             } else {
-                registry.set_fence(&fenced, reason)
+                registry.set_fence(&by, &fenced, reason)
             }
         };
-        self.on_file(&caller, file.id(), Right::Migrate, move |service| change(&service.registry)).await?;
+        let change = move |service: &Arc<Service>| change(&service.registry);
+        self.on_file(&caller, "Fence", &file, Right::Migrate, change).await?;
         Ok(Response::new(v1::FenceResponse { file: file_message(&file, &caller)? }))
     }
 

@@ -34,6 +34,7 @@ use fdmap_proto::units::FileId;
 use fdmap_proto::v1;
 use tonic::{Request, Status};
 
+use crate::blocking::Call;
 use crate::files::{Caller, FileError, QuotaPermit, ServiceFile};
 use crate::query::QueryError;
 use crate::service::Service;
@@ -70,6 +71,7 @@ impl Rpc {
     async fn blocking<T, E>(
         &self,
         caller: &Caller,
+        call: Call,
         work: impl FnOnce(&Arc<Service>) -> Result<T, E> + Send + 'static,
     ) -> Result<T, Status>
     where
@@ -77,7 +79,7 @@ impl Rpc {
         E: GrpcCode + Send + 'static,
     {
         let service = Arc::clone(&self.service);
-        let ran = self.service.blocking.run(caller, None, move || work(&service)).await;
+        let ran = self.service.blocking.run(caller, call, move || work(&service)).await;
         ran.map_err(status)?.map_err(status)
     }
 
@@ -85,7 +87,8 @@ impl Rpc {
     async fn on_file<T, E>(
         &self,
         caller: &Caller,
-        file: FileId,
+        operation: &'static str,
+        file: &ServiceFile,
         right: Right,
         work: impl FnOnce(&Arc<Service>) -> Result<T, E> + Send + 'static,
     ) -> Result<T, Status>
@@ -93,16 +96,16 @@ impl Rpc {
         T: Send + 'static,
         E: GrpcCode + Send + 'static,
     {
-        self.permitted(caller, file, right, Some(file), work).await
+        self.permitted(caller, Call::on(operation, file), file.id(), right, work).await
     }
 
-    /// Runs work about a file, if the caller still has `right` to it then. `turn`: the file whose turn the call waits for.
+    /// Runs work about a file, if the caller still has `right` to it then.
     async fn permitted<T, E>(
         &self,
         caller: &Caller,
+        call: Call,
         file: FileId,
         right: Right,
-        turn: Option<FileId>,
         work: impl FnOnce(&Arc<Service>) -> Result<T, E> + Send + 'static,
     ) -> Result<T, Status>
     where
@@ -114,7 +117,7 @@ impl Rpc {
             service.registry.find(&by, &FileName::Id(file), right)?;
             Ok::<_, FileError>(work(&service))
         };
-        let ran = self.service.blocking.run(caller, turn, permitted).await;
+        let ran = self.service.blocking.run(caller, call, permitted).await;
         ran.map_err(status)?.map_err(status)?.map_err(status)
     }
 }

@@ -6,15 +6,18 @@ use std::time::Duration;
 
 use fdmap_proto::convert::{ConvertError, FileName};
 use fdmap_proto::file::Right;
-use fdmap_proto::units::{PageRange, SnapshotId, to_u64, to_usize};
+use fdmap_proto::units::{PageIndex, PageRange, SnapshotId, to_u64, to_usize};
 use fdmap_proto::v1::pages_server::Pages;
 use fdmap_proto::{SlotContents, v1};
 use tonic::{Request, Response, Status};
 
 use super::stream::{ResponseStream, streamed, streamed_by_threads};
+use super::unreceived::CallMemory;
 use super::{Rpc, decoded};
+use crate::blocking::Call;
 use crate::files::{Caller, QuotaPermit, ServiceFile};
 use crate::pages::{BlockRange, ScanOptions, ScanResult, Snapshot, Summary, diff};
+use crate::probe::ScanError;
 use crate::query::{
     DiffBatches, DiffQuery, LookupQuery, ScanBatches, ScanQuery, SummaryQuery, lookup_pages, resolve_range,
     settled_slots, slot_query, summary_message,
@@ -24,6 +27,10 @@ use crate::tracking::StampMap;
 
 /// Blocks that a worker thread of the runtime may visit: some 100 us.
 const MAX_BLOCKS_INLINE: usize = 4096;
+/// The same of stamps, of which each page is visited where pages differ.
+pub(super) const MAX_STAMP_BLOCKS_INLINE: usize = 64;
+/// What a page of a Lookup costs, in visits of a block: searches for its block, its attributes, and the scan that read it.
+const SEARCHES_OF_A_PAGE: usize = 4;
 
 impl Rpc {
     fn inspected(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, Status> {
@@ -31,7 +38,7 @@ impl Rpc {
     }
 
     /// Reads page states, in a thread of the caller unless another request scans the file anyway. Fails if the caller has lost `right` to
-    /// the file meanwhile.
+    /// the file meanwhile. Charges the caller for the memory of attributes, which only this call has.
     pub(super) async fn read(
         &self,
         caller: &Caller,
@@ -40,70 +47,63 @@ impl Rpc {
         ranges: &[PageRange],
         options: ScanOptions,
         max_age: Duration,
-    ) -> Result<ScanResult, Status> {
-        let call = self.service.blocking.begin(caller).map_err(status)?;
-        let thread = || call.thread();
-        let result = file.scans().read_when(thread, ranges, options, max_age).await.map_err(status)?;
+    ) -> Result<(ScanResult, QuotaPermit), Status> {
+        let call = self.service.blocking.begin_scan(caller, file.id()).map_err(status)?;
+        let result = file.scans().read_when(call.turn(), ranges, options, max_age).await.map_err(status)?;
         self.service.registry.find(caller, &FileName::Id(file.id()), right).map_err(status)?;
-        Ok(result)
+        let bytes = result.attributes.as_ref().map_or(0, |attributes| to_u64(attributes.bytes()));
+        let memory = self.service.registry.states().acquire_at_most(caller, bytes).map_err(status)?;
+        Ok((result, memory))
     }
 
     /// Does work on all blocks of something: in a thread of the caller, if the blocks are many.
-    async fn on_blocks<R: Send + 'static>(
+    pub(super) async fn on_blocks<R: Send + 'static>(
         &self,
         caller: &Caller,
+        call: Call,
         blocks: usize,
         work: impl FnOnce() -> R + Send + 'static,
     ) -> Result<R, Status> {
         if blocks <= MAX_BLOCKS_INLINE {
             return Ok(work());
         }
-        self.service.blocking.run(caller, None, work).await.map_err(status)
+        self.service.blocking.run(caller, call, work).await.map_err(status)
     }
 
     pub(super) async fn provenance(
         &self,
         caller: &Caller,
+        file: &ServiceFile,
         snapshot: &Snapshot,
         ranges: &[PageRange],
     ) -> Result<Option<v1::Provenance>, Status> {
         let blocks: u64 = ranges.iter().map(|range| BlockRange::around(*range).len()).sum();
-        let blocks = snapshot.block_count().min(to_usize(blocks));
+        // Each range costs a search.
+        let blocks = snapshot.block_count().min(to_usize(blocks)) + ranges.len();
         let (service, of, ranges) = (Arc::clone(&self.service), snapshot.clone(), ranges.to_vec());
-        let provenance = self.on_blocks(caller, blocks, move || service.provenance(&of, &ranges)).await?;
+        let (call, describe) = (Call::rest("provenance", file), move || service.provenance(&of, &ranges));
+        let provenance = self.on_blocks(caller, call, blocks, describe).await?;
         Ok(Some(provenance.map_err(status)?.into()))
     }
 
-    /// Charges the caller for the memory of states that an answer holds: of the snapshot, which may be retained, and of the attributes.
+    /// Charges the caller for the memory of stamps, and of a snapshot, beside what it is charged for attributes of the same answer.
     pub(super) async fn charge_states(
         &self,
         caller: &Caller,
-        states: &ScanResult,
-    ) -> Result<(Arc<QuotaPermit>, QuotaPermit), Status> {
-        let of = states.clone();
-        let bytes = self.on_blocks(caller, states.snapshot.block_count(), move || of.bytes()).await?;
-        let [snapshot, attributes] = bytes;
-        let permit = self.service.registry.states().acquire_at_most(caller, snapshot + attributes);
-        let (snapshot, attributes) = permit.map_err(status)?.split(snapshot);
-        Ok((Arc::new(snapshot), attributes))
-    }
-
-    /// Charges the caller for the memory of stamps, and of states, that an answer about changes holds.
-    pub(super) async fn charge_changes(
-        &self,
-        caller: &Caller,
-        stamps: Option<&StampMap>,
-        states: Option<&ScanResult>,
+        file: &ServiceFile,
+        (stamps, snapshot): (Option<&StampMap>, Option<&Snapshot>),
+        of_attributes: &QuotaPermit,
     ) -> Result<QuotaPermit, Status> {
-        let (stamps, states) = (stamps.cloned(), states.cloned());
+        let (stamps, snapshot) = (stamps.cloned(), snapshot.cloned());
         let blocks = stamps.as_ref().map_or(0, StampMap::block_count)
-            + states.as_ref().map_or(0, |states| states.snapshot.block_count());
+            + snapshot.as_ref().map_or(0, Snapshot::block_count);
         let bytes = move || {
             let of_stamps = stamps.map_or(0, |stamps| to_u64(stamps.bytes()));
-            of_stamps + states.map_or(0, |states| states.bytes().iter().sum())
+            of_stamps + snapshot.map_or(0, |snapshot| to_u64(snapshot.bytes()))
         };
-        let bytes = self.on_blocks(caller, blocks, bytes).await?;
-        self.service.registry.states().acquire_at_most(caller, bytes).map_err(status)
+        let bytes = self.on_blocks(caller, Call::rest("size of an answer", file), blocks, bytes).await?;
+        let states = self.service.registry.states();
+        states.acquire_at_most_beside(caller, bytes, of_attributes).map_err(status)
     }
 
     /// Retains a snapshot, whose memory is charged, if the request wants that. Returns its id, or 0.
@@ -122,6 +122,13 @@ impl Rpc {
     }
 }
 
+/// Charges the caller for what a call about single pages holds until its answer begins.
+fn charge_pages(memory: Option<CallMemory>, pages: &[PageIndex], ranges: &[PageRange]) -> Result<(), Status> {
+    // Ranges twice for the scan, and once for the answer, in a vector that may be half full.
+    let bytes = size_of_val(pages) + 4 * size_of_val(ranges);
+    memory.map_or(Ok(()), |memory| memory.charge(bytes)).map_err(status)
+}
+
 fn file_pages(file: &ServiceFile) -> Result<u64, Status> {
     file.scans().source().file_pages().map_err(status)
 }
@@ -138,16 +145,19 @@ impl Pages for Rpc {
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         let distinguish_swap_cached = query.distinguish_swap_cached;
         let options = ScanOptions { distinguish_swap_cached, attributes: false };
-        let result = self.read(&caller, &file, Right::Inspect, &[range], options, query.max_age).await?;
-        let provenance = self.provenance(&caller, &result.snapshot, &[range]).await?;
+        let (result, of_attributes) =
+            self.read(&caller, &file, Right::Inspect, &[range], options, query.max_age).await?;
+        let provenance = self.provenance(&caller, &file, &result.snapshot, &[range]).await?;
         let of = result.snapshot.clone();
         let count = move || Summary::of(&of, range, distinguish_swap_cached);
-        let summary = self.service.blocking.run(&caller, None, count).await.map_err(status)?;
+        let summary =
+            self.service.blocking.run(&caller, Call::rest("Summary", &file), count).await.map_err(status)?;
         let file_pages = result.snapshot.file_pages();
         // Last: nothing can fail after it, so the client gets the id.
         let snapshot_id = match query.retain_for {
             Some(_) => {
-                let (memory, _) = self.charge_states(&caller, &result).await?;
+                let states = (None, Some(&result.snapshot));
+                let memory = Arc::new(self.charge_states(&caller, &file, states, &of_attributes).await?);
                 self.retain(&caller, &file, (&result.snapshot, &memory), range, query.retain_for)?
             }
             None => 0,
@@ -172,21 +182,26 @@ impl Pages for Rpc {
         let file = self.inspected(&caller, &query.file)?;
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         query.check_pages(range, limits).map_err(status)?;
-        let result =
+        let (result, of_attributes) =
             self.read(&caller, &file, Right::Inspect, &[range], query.options(), query.max_age).await?;
-        let (memory, of_attributes) = self.charge_states(&caller, &result).await?;
+        let states = (None, Some(&result.snapshot));
+        let memory = Arc::new(self.charge_states(&caller, &file, states, &of_attributes).await?);
         let snapshot = (&result.snapshot, &memory);
         let header = v1::ScanHeader {
-            provenance: self.provenance(&caller, &result.snapshot, &[range]).await?,
+            provenance: self.provenance(&caller, &file, &result.snapshot, &[range]).await?,
             range: Some(range.into()),
             file_pages: result.snapshot.file_pages(),
             snapshot_id: self.retain(&caller, &file, snapshot, range, query.retain_for)?,
         };
         let permit = (permit, memory, of_attributes);
+        let is_long = query.skips_runs()
+            || !query.attributes.is_empty()
+            || result.snapshot.block_count() > MAX_BLOCKS_INLINE;
         let bodies = once(Body::Header(header)).chain(ScanBatches::new(&query, result, range));
         let messages = bodies.map(|body| v1::ScanResponse { body: Some(body) });
-        Ok(if query.skips_runs() {
-            streamed_by_threads(Arc::clone(&self.service), caller, permit, messages)
+        Ok(if is_long {
+            let call = Call::about("messages of a Scan", &file);
+            streamed_by_threads(Arc::clone(&self.service), caller, call, permit, messages)
         } else {
             streamed(permit, messages)
         })
@@ -197,15 +212,23 @@ impl Pages for Rpc {
         request: Request<v1::LookupRequest>,
     ) -> Result<Response<v1::LookupResponse>, Status> {
         let caller = self.caller(&request)?;
+        let memory = request.extensions().get::<CallMemory>().cloned();
         let query = LookupQuery::new(request.into_inner(), &self.service.limits).map_err(status)?;
         let file = self.inspected(&caller, &query.file)?;
         let ranges = query.ranges(file_pages(&file)?).map_err(status)?;
-        let result =
+        charge_pages(memory, &query.pages, &ranges)?;
+        let (result, memory) =
             self.read(&caller, &file, Right::Inspect, &ranges, query.options(), query.max_age).await?;
-        Ok(Response::new(v1::LookupResponse {
-            provenance: self.provenance(&caller, &result.snapshot, &ranges).await?,
-            pages: lookup_pages(&query.pages, &result, query.distinguish_swap_cached, query.attributes),
-        }))
+        let (service, searches) = (Arc::clone(&self.service), SEARCHES_OF_A_PAGE * query.pages.len());
+        let answer = move || {
+            let _memory = memory;
+            Ok::<_, Arc<ScanError>>(v1::LookupResponse {
+                provenance: Some(service.provenance(&result.snapshot, &ranges)?.into()),
+                pages: lookup_pages(&query.pages, &result, query.distinguish_swap_cached, query.attributes),
+            })
+        };
+        let answer = self.on_blocks(&caller, Call::rest("Lookup", &file), searches, answer).await?;
+        Ok(Response::new(answer.map_err(status)?))
     }
 
     async fn slot_content(
@@ -213,19 +236,23 @@ impl Pages for Rpc {
         request: Request<v1::SlotContentRequest>,
     ) -> Result<Response<v1::SlotContentResponse>, Status> {
         let caller = self.caller(&request)?;
+        let memory = request.extensions().get::<CallMemory>().cloned();
         let query = slot_query(request.into_inner(), &self.service.limits).map_err(status)?;
         let file = self.inspected(&caller, &query.file)?;
         self.service.registry.find(&caller, &query.file, Right::Read).map_err(status)?;
         let ranges = query.ranges(file_pages(&file)?).map_err(status)?;
+        charge_pages(memory, &query.pages, &ranges)?;
         let slots_now = async || {
-            let read =
+            let (read, _) =
                 self.read(&caller, &file, Right::Read, &ranges, query.options(), query.max_age).await?;
             self.inspected(&caller, &FileName::Id(file.id()))?;
             Ok::<_, Status>(query.pages.iter().map(|page| read.snapshot.slot(*page)).collect::<Vec<_>>())
         };
         let before = slots_now().await?;
         let swapped: Vec<_> = before.iter().copied().flatten().collect();
-        let reading = self.blocking(&caller, move |service| service.probe.slot_contents(&swapped)).await?;
+        let call = Call::rest("SlotContent", &file);
+        let reading =
+            self.blocking(&caller, call, move |service| service.probe.slot_contents(&swapped)).await?;
         let after = slots_now().await?;
         let slots = settled_slots(&before, &reading.contents, &after);
         Ok(Response::new(SlotContents { slots, areas: reading.areas }.into()))
@@ -240,7 +267,7 @@ impl Pages for Rpc {
         let query = DiffQuery::new(request.into_inner(), &self.service.limits).map_err(status)?;
         let file = self.inspected(&caller, &query.file)?;
         let from = file.retained().get(&caller, query.from).map_err(status)?;
-        let from_provenance = self.provenance(&caller, &from.snapshot, &[from.range]).await?;
+        let from_provenance = self.provenance(&caller, &file, &from.snapshot, &[from.range]).await?;
         let distinguish_swap_cached = from_provenance.as_ref().is_some_and(|p| p.swap_cached_distinguished);
         let (to, memory, range) = match query.to {
             Some(id) => {
@@ -251,18 +278,20 @@ impl Pages for Rpc {
             None => {
                 let range = query.compared(from.range).map_err(status)?;
                 let options = ScanOptions { distinguish_swap_cached, attributes: false };
-                let result =
+                let (ScanResult { snapshot, .. }, of_attributes) =
                     self.read(&caller, &file, Right::Inspect, &[range], options, Duration::ZERO).await?;
-                let (memory, _) = self.charge_states(&caller, &result).await?;
-                (result.snapshot, memory, range)
+                let states = (None, Some(&snapshot));
+                let memory = self.charge_states(&caller, &file, states, &of_attributes).await?;
+                (snapshot, Arc::new(memory), range)
             }
         };
-        let to_provenance = self.provenance(&caller, &to, &[range]).await?;
+        let to_provenance = self.provenance(&caller, &file, &to, &[range]).await?;
         let distinguish_swap_cached =
             distinguish_swap_cached && to_provenance.as_ref().is_some_and(|p| p.swap_cached_distinguished);
         let after = to.clone();
         let compare = move || diff(&from.snapshot, &after, range, distinguish_swap_cached);
-        let differences = self.service.blocking.run(&caller, None, compare).await.map_err(status)?;
+        let differences =
+            self.service.blocking.run(&caller, Call::rest("Diff", &file), compare).await.map_err(status)?;
         let header = v1::DiffHeader {
             from: from_provenance,
             to: to_provenance,
@@ -275,7 +304,8 @@ impl Pages for Rpc {
         let permit = (permit, from.memory, memory);
         let bodies = once(Body::Header(header)).chain(DiffBatches::new(differences).map(Body::Batch));
         let messages = bodies.map(|body| v1::DiffResponse { body: Some(body) });
-        Ok(streamed_by_threads(Arc::clone(&self.service), caller, permit, messages))
+        let call = Call::about("messages of a Diff", &file);
+        Ok(streamed_by_threads(Arc::clone(&self.service), caller, call, permit, messages))
     }
 
     async fn drop_snapshot(

@@ -7,6 +7,7 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status};
 
+use crate::blocking::Call;
 use crate::files::Caller;
 use crate::service::Service;
 use crate::status::status;
@@ -37,6 +38,7 @@ pub(super) fn streamed<T: Send + 'static>(
 pub(super) fn streamed_by_threads<T: Send + 'static>(
     service: Arc<Service>,
     caller: Caller,
+    call: Call,
     permit: impl Send + 'static,
     mut items: impl Iterator<Item = T> + Send + 'static,
 ) -> Response<ResponseStream<T>> {
@@ -46,7 +48,7 @@ pub(super) fn streamed_by_threads<T: Send + 'static>(
         // An error means that the client has gone.
         while let Ok(room) = sender.reserve().await {
             let next = move || (items.next(), items);
-            match service.blocking.run(&caller, None, next).await {
+            match service.blocking.run(&caller, call.clone(), next).await {
                 Ok((Some(item), rest)) => {
                     items = rest;
                     room.send(Ok(item));

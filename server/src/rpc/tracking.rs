@@ -14,8 +14,10 @@ use tokio::sync::broadcast::error::RecvError;
 use tonic::{Request, Response, Status};
 
 use super::changes::{ChangedSet, cursor_user};
-use super::stream::{ResponseStream, channel, streamed};
+use super::pages::MAX_STAMP_BLOCKS_INLINE;
+use super::stream::{ResponseStream, channel, streamed, streamed_by_threads};
 use super::{Rpc, decoded};
+use crate::blocking::Call;
 use crate::files::{Caller, FileError, ServiceFile};
 use crate::query::{
     ChangedBatches, ChangesQuery, ChangesStart, cursor_name, dirty_rate_window, resolve_range,
@@ -37,7 +39,8 @@ impl Rpc {
             return Ok((file, tracker));
         }
         let tracked = Arc::clone(&file);
-        let tracker = self.on_file(caller, file.id(), right, move |_| tracked.tracker()).await?;
+        let tracker =
+            self.on_file(caller, "start of tracking", &file, right, move |_| tracked.tracker()).await?;
         Ok((file, tracker))
     }
 
@@ -65,7 +68,7 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
         let idempotency_key = Some(idempotency_key).filter(|key| *key != 0);
         let checkpoint = self
-            .on_file(&caller, file.id(), Right::Checkpoint, move |_| {
+            .on_file(&caller, "Checkpoint", &file, Right::Checkpoint, move |_| {
                 tracker.checkpoint(force_scan, idempotency_key)
             })
             .await?;
@@ -89,10 +92,10 @@ impl Tracking for Rpc {
         // Closed generations are read without the tracker's lock, sets of cursors with it.
         let is_closed = !matches!(start, ChangesStart::Cursor(_));
         let read = move |_: &Arc<Service>| ChangedSet::new(&tracker, &by, &start);
-        let turn = if is_closed { None } else { Some(file.id()) };
-        let changed = self.permitted(&caller, file.id(), right, turn, read).await?;
+        let call = if is_closed { Call::about("Changes", &file) } else { Call::on("Changes", &file) };
+        let changed = self.permitted(&caller, call, file.id(), right, read).await?;
         let range = resolve_range(query.range, changed.file_pages).map_err(status)?;
-        let (result, provenance) =
+        let (result, provenance, of_attributes) =
             self.read_for_changes(&caller, &file, right, &query, &changed, range).await?;
         let ChangedSet { stamps, since, until_generation, file_pages, coverage, memory } = changed;
         let header = v1::ChangesHeader {
@@ -105,10 +108,19 @@ impl Tracking for Rpc {
         };
         // A frozen set is charged already.
         let uncharged = memory.is_none().then_some(&stamps);
-        let permit = (permit, memory, self.charge_changes(&caller, uncharged, result.as_ref()).await?);
+        let states = (uncharged, result.as_ref().map(|result| &result.snapshot));
+        let of_states = self.charge_states(&caller, &file, states, &of_attributes).await?;
+        let permit = (permit, memory, of_attributes, of_states);
+        let is_long = !query.attributes.is_empty() || stamps.block_count() > MAX_STAMP_BLOCKS_INLINE;
         let batches = ChangedBatches::new(&query, stamps, since, range, result);
         let bodies = once(Body::Header(header)).chain(batches);
-        Ok(streamed(permit, bodies.map(|body| v1::ChangesResponse { body: Some(body) })))
+        let messages = bodies.map(|body| v1::ChangesResponse { body: Some(body) });
+        Ok(if is_long {
+            let call = Call::about("messages of Changes", &file);
+            streamed_by_threads(Arc::clone(&self.service), caller, call, permit, messages)
+        } else {
+            streamed(permit, messages)
+        })
     }
 
     async fn get_coverage(
@@ -117,7 +129,9 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::GetCoverageResponse>, Status> {
         let caller = self.caller(&request)?;
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Inspect).await?;
-        let now = self.on_file(&caller, file.id(), Right::Inspect, move |_| tracker.file_coverage()).await?;
+        let now = self
+            .on_file(&caller, "GetCoverage", &file, Right::Inspect, move |_| tracker.file_coverage())
+            .await?;
         Ok(Response::new(now.into()))
     }
 
@@ -127,10 +141,14 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::SealWritersResponse>, Status> {
         let caller = self.caller(&request)?;
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Write).await?;
-        let sealed = Arc::clone(&file);
-        self.on_file(&caller, file.id(), Right::Write, move |service| service.registry.seal_writers(&sealed))
+        let (sealed, by) = (Arc::clone(&file), caller.clone());
+        self.on_file(&caller, "SealWriters", &file, Right::Write, move |service| {
+            service.registry.seal_writers(&by, &sealed)
+        })
+        .await?;
+        let now = self
+            .on_file(&caller, "GetCoverage", &file, Right::Write, move |_| tracker.file_coverage())
             .await?;
-        let now = self.on_file(&caller, file.id(), Right::Write, move |_| tracker.file_coverage()).await?;
         let file = file.info(&caller).map_err(status)?;
         Ok(Response::new(v1::SealWritersResponse {
             file: Some(file.into()),
@@ -146,7 +164,10 @@ impl Tracking for Rpc {
         let v1::SetCoveragePolicyRequest { file, policy } = request.into_inner();
         let policy = decoded(CoveragePolicy::from_wire(policy))?;
         let (file, tracker) = self.tracker(&caller, file, Right::Write).await?;
-        self.on_file(&caller, file.id(), Right::Write, move |_| tracker.set_coverage_policy(policy)).await?;
+        self.on_file(&caller, "SetCoveragePolicy", &file, Right::Write, move |_| {
+            tracker.set_coverage_policy(policy)
+        })
+        .await?;
         Ok(Response::new(v1::SetCoveragePolicyResponse {}))
     }
 
@@ -158,9 +179,9 @@ impl Tracking for Rpc {
         let v1::DirtyRateRequest { file, window } = request.into_inner();
         let window = dirty_rate_window(window).map_err(status)?;
         let (file, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
-        let id = file.id();
+        let (id, call) = (file.id(), Call::on("DirtyRate", &file));
         // The file is not kept during the window: its last user would free it in a thread of the runtime.
-        let open = self.on_file(&caller, id, Right::Checkpoint, move |_| {
+        let open = self.permitted(&caller, call, id, Right::Checkpoint, move |_| {
             let _file = file;
             DirtyRateWindow::open(&tracker)
         });
@@ -169,7 +190,7 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, Some(FileName::Id(id).into()), Right::Checkpoint).await?;
         let page_size = file.scans().source().page_size;
         let rate = self
-            .on_file(&caller, file.id(), Right::Checkpoint, move |_| open.close(&tracker, page_size))
+            .on_file(&caller, "DirtyRate", &file, Right::Checkpoint, move |_| open.close(&tracker, page_size))
             .await?;
         Ok(Response::new(rate.into()))
     }
@@ -225,7 +246,7 @@ impl Tracking for Rpc {
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
         let cursor = self
-            .on_file(&caller, file.id(), Right::Checkpoint, move |_| {
+            .on_file(&caller, "CreateCursor", &file, Right::Checkpoint, move |_| {
                 tracker.create_cursor(&name, generation, user)
             })
             .await?;
@@ -240,7 +261,7 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Checkpoint).await?;
         let user = cursor_user(&caller);
         let cursors = self
-            .on_file(&caller, file.id(), Right::Checkpoint, move |_| {
+            .on_file(&caller, "ListCursors", &file, Right::Checkpoint, move |_| {
                 Ok::<_, TrackingError>(tracker.cursors(user))
             })
             .await?;
@@ -257,8 +278,10 @@ impl Tracking for Rpc {
         let v1::DeleteCursorRequest { file, name } = request.into_inner();
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
-        self.on_file(&caller, file.id(), Right::Checkpoint, move |_| tracker.delete_cursor(&name, user))
-            .await?;
+        self.on_file(&caller, "DeleteCursor", &file, Right::Checkpoint, move |_| {
+            tracker.delete_cursor(&name, user)
+        })
+        .await?;
         Ok(Response::new(v1::DeleteCursorResponse {}))
     }
 
@@ -279,7 +302,7 @@ impl Tracking for Rpc {
             };
             tracker.begin_cursor(&name, user, force_scan, charge)
         };
-        let begun = self.on_file(&caller, file.id(), Right::Checkpoint, begin).await?;
+        let begun = self.on_file(&caller, "BeginCursor", &file, Right::Checkpoint, begin).await?;
         let (cursor, counts, coverage) = begun;
         Ok(Response::new(v1::BeginCursorResponse {
             cursor: Some(cursor.into()),
@@ -299,7 +322,7 @@ impl Tracking for Rpc {
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
         let cursor = self
-            .on_file(&caller, file.id(), Right::Checkpoint, move |_| {
+            .on_file(&caller, "CommitCursor", &file, Right::Checkpoint, move |_| {
                 tracker.commit_cursor(&name, user, generation)
             })
             .await?;
@@ -315,7 +338,9 @@ impl Tracking for Rpc {
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
         let cursor = self
-            .on_file(&caller, file.id(), Right::Checkpoint, move |_| tracker.abort_cursor(&name, user))
+            .on_file(&caller, "AbortCursor", &file, Right::Checkpoint, move |_| {
+                tracker.abort_cursor(&name, user)
+            })
             .await?;
         Ok(Response::new(v1::AbortCursorResponse { cursor: Some(cursor.into()) }))
     }

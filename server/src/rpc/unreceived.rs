@@ -45,6 +45,10 @@ impl Unreceived {
     pub(super) fn new(buffers: Arc<Buffers>) -> Self {
         Self { turns: Arc::new(Semaphore::new(CONCURRENT_REQUESTS)), buffers }
     }
+
+    pub(super) fn memory(&self, charge: RequestCharge) -> CallMemory {
+        CallMemory { buffers: Arc::clone(&self.buffers), charge }
+    }
 }
 
 /// A request of which the service reads nothing before its turn, nor after its deadline.
@@ -59,9 +63,26 @@ struct BoundedRequest {
     timeout: Option<Pin<Box<Sleep>>>,
 }
 
-/// The charge for what was received of a request, if that is more than what is reserved for each call.
+/// The charge for the received bytes of a request, and for what its call holds, beyond what is reserved for each call.
 #[derive(Clone, Debug, Default)]
 pub(super) struct RequestCharge(Arc<Mutex<Option<QuotaPermit>>>);
+
+/// Lets a call charge its user for more than it received, until its answer begins.
+#[derive(Clone, Debug)]
+pub(super) struct CallMemory {
+    buffers: Arc<Buffers>,
+    charge: RequestCharge,
+}
+
+impl CallMemory {
+    /// Charges the user for `bytes`, of which some are reserved for each call.
+    ///
+    /// # Errors
+    /// [`FileError::Limit`]
+    pub(super) fn charge(&self, bytes: usize) -> Result<(), FileError> {
+        self.charge.grow(&self.buffers, bytes)
+    }
+}
 
 enum Turn {
     Waiting(Pin<Box<dyn Future<Output = Turn> + Send>>),
@@ -215,6 +236,22 @@ mod tests {
         client.send(vec![0; bytes].into()).unwrap();
         let (body, charge) = bounded_until(deadline, connection.clone(), Body::new(Sent(sent)));
         (client, body, charge)
+    }
+
+    #[test]
+    fn what_a_call_holds_beside_its_request_counts_for_its_user() {
+        let buffers = buffers(64 << 10, 0);
+        let connection = Unreceived::new(Arc::clone(&buffers));
+        let charge = RequestCharge::default();
+        let memory = connection.memory(charge.clone());
+        memory.charge(100).unwrap();
+        assert_eq!(buffers.charge(64 << 10).unwrap().amount(), 64 << 10, "what each call has is reserved");
+        memory.charge(32 << 10).unwrap();
+        assert!(buffers.charge(64 << 10).is_err());
+        let other = connection.memory(RequestCharge::default());
+        assert!(other.charge(64 << 10).is_err());
+        charge.end();
+        other.charge(64 << 10).unwrap();
     }
 
     #[derive(Debug, PartialEq, Eq)]

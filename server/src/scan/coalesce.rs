@@ -4,8 +4,8 @@
 //! begins after the request arrived, so a result is never older than its request unless the request allows an age. Any
 //! number of concurrent requests costs at most two scans, if one scan can serve them all.
 //!
-//! Each scan runs on the thread of a request that it serves. The thread ends with the scan, so it never serves requests that arrive
-//! later.
+//! Each scan runs on the thread of a request that it serves, when it is the turn of that request, which is answered first. The thread
+//! ends with the scan, so it never serves requests that arrive later.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd as _;
@@ -27,8 +27,9 @@ use crate::watchdog::{Operation, Phase};
 /// Ranges that one scan reads for several requests; a single request may have more. Bounds the number of stamps.
 const MAX_SHARED_RANGES: usize = 4096;
 
-/// Scans that other requests begin while one that may start a thread waits, until it keeps its permit.
-const MAX_LOSSES: u32 = 2;
+/// Blocks that one scan reads for other requests than the one whose thread it has, if these are more than it reads for that one: at most
+/// so much later is the answer to it.
+const MAX_BLOCKS_OF_OTHERS: u64 = 4096;
 
 /// Blocks that a scan with attributes reads at once: at most 24 MiB of attributes. Only those of requested pages are
 /// kept.
@@ -59,8 +60,9 @@ struct RequestId(u64);
 #[derive(Debug)]
 struct Waiter {
     id: RequestId,
+    /// The pages whose attributes the request gets.
     pages: Vec<PageRange>,
-    /// The blocks that contain `pages`.
+    /// The blocks that contain the requested pages, in ascending order.
     ranges: Vec<BlockRange>,
     options: ScanOptions,
     /// `CLOCK_MONOTONIC` in nanoseconds. A scan that began before is too old for this request.
@@ -97,28 +99,29 @@ impl ScanCoalescer {
         options: ScanOptions,
         max_age: Duration,
     ) -> Result<ScanResult, Arc<ScanError>> {
-        self.read_when(|| std::future::ready(()), ranges, options, max_age).await
+        self.read_when(std::future::ready(()), ranges, options, max_age).await
     }
 
-    /// As [`Self::read`], for a request that may start a thread when a future of `permit` resolves. Until then another request's thread may serve
-    /// it. The thread drops what it resolves to when it ends.
+    /// As [`Self::read`], for a request that may scan the file in a thread once `turn` resolves. `turn` is polled only if a scan is
+    /// needed. Until then another request's thread may serve it. The thread drops what `turn` resolves to when it ends.
     ///
     /// # Errors
     /// As [`Self::read`].
-    pub async fn read_when<P: Send + 'static, F: Future<Output = P>>(
+    pub async fn read_when<P: Send + 'static>(
         self: &Arc<Self>,
-        permit: impl Fn() -> F,
+        turn: impl Future<Output = P>,
         ranges: &[PageRange],
         options: ScanOptions,
         max_age: Duration,
     ) -> Result<ScanResult, Arc<ScanError>> {
-        let (pages, ranges) = (ranges.to_vec(), blocks_around(ranges));
         let requested = options;
         // Drop the options that the probe does not support, so that such requests share scans with others.
         let options = ScanOptions {
             distinguish_swap_cached: options.distinguish_swap_cached && self.probe.reports_slots(),
             attributes: options.attributes && !self.probe.attributes().is_empty(),
         };
+        let pages = if options.attributes { ranges.to_vec() } else { Vec::new() };
+        let ranges = blocks_around(ranges);
         let unsupported = (requested.attributes && !options.attributes).then(Arc::default);
         let max_age = u64::try_from(max_age.as_nanos()).unwrap_or(u64::MAX);
         let since = monotonic_ns().saturating_sub(max_age);
@@ -131,7 +134,7 @@ impl ScanCoalescer {
         let (reply, answer) = oneshot::channel();
         let id = self.add(|id| Waiter { id, pages, ranges, options, since, reply });
         let _waits = Waiting { scans: self, id };
-        let answer = self.answered(id, answer, permit).await;
+        let answer = self.answered(id, answer, turn).await;
         let mut reading = answer.unwrap_or_else(|_| Err(Arc::new(ScanError::Panicked)))?;
         reading.attributes = reading.attributes.or(unsupported);
         Ok(reading)
@@ -145,33 +148,22 @@ impl ScanCoalescer {
         id
     }
 
-    /// Waits for the answer to a request, and starts a thread for it if no other one serves it.
-    async fn answered<P: Send + 'static, F: Future<Output = P>>(
+    /// Waits for the answer to a request, and starts a thread for it if no other one serves it before its turn.
+    async fn answered<P: Send + 'static>(
         self: &Arc<Self>,
         id: RequestId,
         mut answer: oneshot::Receiver<ScanAnswer>,
-        permit: impl Fn() -> F,
+        turn: impl Future<Output = P>,
     ) -> Result<ScanAnswer, oneshot::error::RecvError> {
-        let (mut losses, mut kept) = (0, None);
+        let permit = tokio::select! {
+            biased;
+            answer = &mut answer => return answer,
+            permit = turn => permit,
+        };
         loop {
             let mut ended = pin!(self.ended.notified());
             // From here on, no end is missed.
             ended.as_mut().enable();
-            if self.queue().scanning {
-                tokio::select! {
-                    biased;
-                    answer = &mut answer => return answer,
-                    () = ended => continue,
-                }
-            }
-            let permit = match kept.take() {
-                Some(permit) => permit,
-                None => tokio::select! {
-                    biased;
-                    answer = &mut answer => return answer,
-                    permit = permit() => permit,
-                },
-            };
             if self.starts_scanning() {
                 let scans = Arc::clone(self);
                 tokio::task::spawn_blocking(move || {
@@ -180,10 +172,11 @@ impl ScanCoalescer {
                 });
                 return answer.await;
             }
-            // Another request was faster. One for which that happens often keeps its permit, or it might wait for a thread each time.
-            losses += 1;
-            if losses >= MAX_LOSSES {
-                kept = Some(permit);
+            // A request outside of these turns scans: wait for its end.
+            tokio::select! {
+                biased;
+                answer = &mut answer => return answer,
+                () = ended => {}
             }
         }
     }
@@ -312,23 +305,42 @@ fn stale(snapshot: &Snapshot, range: BlockRange, options: ScanOptions, since: u6
     })
 }
 
-/// Takes the request `id` and those with the same options, as long as their ranges fit into one scan. Removes requests that were dropped.
-/// Empty if that request does not wait.
+/// Takes the request `id`, which comes first, and those with the same options, as long as they fit into one scan with it. Removes requests
+/// that were dropped. Empty if that request does not wait.
 fn take_together(waiting: &mut VecDeque<Waiter>, id: RequestId) -> Vec<Waiter> {
     waiting.retain(|waiter| !waiter.reply.is_closed());
     let Some(own) = waiting.iter().position(|waiter| waiter.id == id).and_then(|at| waiting.remove(at))
     else {
         return Vec::new();
     };
-    let (options, mut ranges) = (own.options, own.ranges.len());
-    let (mut together, others): (Vec<_>, Vec<_>) = waiting.drain(..).partition(|waiter| {
-        let fits = waiter.options == options && ranges + waiter.ranges.len() <= MAX_SHARED_RANGES;
-        ranges += if fits { waiter.ranges.len() } else { 0 };
-        fits
-    });
-    waiting.extend(others);
-    together.push(own);
+    let mut ranges = own.ranges.len();
+    let mut blocks_of_others = MAX_BLOCKS_OF_OTHERS.max(own.ranges.iter().map(|range| range.len()).sum());
+    let mut together = vec![own];
+    for waiter in std::mem::take(waiting) {
+        let own = &together[0];
+        let more = waiter.ranges.len();
+        let fits = waiter.options == own.options && ranges + more <= MAX_SHARED_RANGES;
+        let left = fits.then(|| without_blocks(blocks_of_others, &waiter.ranges, &own.ranges)).flatten();
+        if let Some(left) = left {
+            ranges += more;
+            blocks_of_others = left;
+            together.push(waiter);
+        } else {
+            waiting.push_back(waiter);
+        }
+    }
     together
+}
+
+/// `max` less the number of blocks in those of `ranges` that are not within one of `of`; `None` if these are more. Both are in ascending
+/// order and without overlap.
+fn without_blocks(max: u64, ranges: &[BlockRange], of: &[BlockRange]) -> Option<u64> {
+    let is_within = |range: &BlockRange| {
+        let at = of.partition_point(|other| other.end() < range.end());
+        of.get(at).is_some_and(|other| other.start() <= range.start())
+    };
+    let mut beside = ranges.iter().filter(|range| !is_within(range));
+    beside.try_fold(max, |left, range| left.checked_sub(range.len()))
 }
 
 fn now() -> Moment {

@@ -84,6 +84,11 @@ impl Tracker {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        if let Ok(state) = self.state.try_lock() {
+            return state;
+        }
+        let file = Some(self.observer.file_name());
+        let _operation = Operation::begin_phase("wait for a tracker", file, Phase::Lock);
         // After a panic, pages that were harvested and not stamped are in the journal's intent, which is read only by the next
         // process.
         self.state.lock().unwrap_or_else(|poisoned| {

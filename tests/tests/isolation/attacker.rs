@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use fdmap_client::error::RefusalCode;
 use fdmap_client::grpc::ScanRequest;
+use fdmap_client::proto::convert::AttributeSet;
 use fdmap_client::proto::{ClientMapping, PageIndex};
 use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts};
 use fdmap_sys::mapping::SharedMapping;
@@ -30,6 +31,10 @@ const PAGE: u64 = 4096;
 const PAGES: u64 = 64;
 /// Mappings whose userfaultfds are made blocking.
 const BLOCKING: u64 = 8;
+/// Pages of one Lookup: the default of `--max-lookup-pages`.
+const SCATTERED_PAGES: u64 = 4096;
+/// Pages of one block of page states.
+const BLOCK_PAGES: u64 = 4096;
 /// Pause between two forks, or checks.
 const PAUSE: Duration = Duration::from_millis(20);
 /// Files, and connections, of attacks on many files.
@@ -69,7 +74,9 @@ async fn serve(endpoint: &Endpoint, user: &str) {
             "refused-connections" => connect_and_close(endpoint, count),
             "events" => kept.write_by_many_threads(endpoint, count).await.unwrap(),
             "checkpoints" => start_checkpoints(endpoint).await.unwrap(),
-            "coverage" => kept.read_coverage(endpoint, count).await.unwrap(),
+            "coverage" => kept.read(endpoint, count, ReadKind::Coverage).await.unwrap(),
+            "attributes" => kept.read(endpoint, count, ReadKind::Attributes).await.unwrap(),
+            "cached-states" => kept.read(endpoint, count, ReadKind::CachedStates).await.unwrap(),
             "held-checkpoints" => checkpoint_at_once(endpoint, count).await.unwrap(),
             "files" => kept.create_files(endpoint, count).unwrap(),
             "memory" => kept.fill_file(endpoint, count).unwrap(),
@@ -91,8 +98,37 @@ struct Kept {
     mappings: Vec<SharedMapping>,
     userfaultfds: Vec<Userfaultfd>,
     files: Vec<OwnedFd>,
-    /// Answers to calls for the coverage of a file.
-    coverages: Option<Arc<AtomicU64>>,
+    /// Answers to calls about a file.
+    answers: Option<Arc<AtomicU64>>,
+}
+
+/// Calls about the file [`READABLE`].
+#[derive(Clone, Copy)]
+enum ReadKind {
+    Coverage,
+    /// The attributes of as many scattered pages as one scan reads for several calls.
+    Attributes,
+    /// The states of as many scattered pages, of any age.
+    CachedStates,
+}
+
+impl ReadKind {
+    /// True if it is answered.
+    async fn call(self, client: &Client) -> bool {
+        let file = named(READABLE);
+        // Each in a block of its own, apart from the others.
+        let pages: Vec<_> = (0..SCATTERED_PAGES).map(|nth| PageIndex(nth * 2 * BLOCK_PAGES)).collect();
+        let none = AttributeSet::NONE;
+        let order = AttributeSet { order: true, ..none };
+        match self {
+            Self::Coverage => client.coverage(&file).await.is_ok(),
+            Self::Attributes => client.lookup(&file, &pages, order, Duration::ZERO, false).await.is_ok(),
+            Self::CachedStates => {
+                let age = Duration::from_secs(3600);
+                client.lookup(&file, &pages, none, age, false).await.is_ok()
+            }
+        }
+    }
 }
 
 impl Kept {
@@ -157,14 +193,14 @@ impl Kept {
         Ok((0..threads).map(|_| std::thread::scope(|scope| scope.spawn(write_to_all).join().unwrap())).sum())
     }
 
-    /// Keeps this number of calls for the coverage of a file waiting. Returns the number of answers until now.
-    async fn read_coverage(&mut self, endpoint: &Endpoint, calls: u64) -> HarnessResult<u64> {
-        let answered = match self.coverages.take() {
+    /// Keeps this number of calls about a file waiting. Returns the number of answers until now.
+    async fn read(&mut self, endpoint: &Endpoint, calls: u64, read: ReadKind) -> HarnessResult<u64> {
+        let answered = match self.answers.take() {
             Some(started) => started,
-            None => start_reads(endpoint, calls).await?,
+            None => start_reads(endpoint, calls, read).await?,
         };
         let count = answered.load(Ordering::Relaxed);
-        self.coverages = Some(answered);
+        self.answers = Some(answered);
         Ok(count)
     }
 
@@ -218,15 +254,15 @@ fn connect_and_close(endpoint: &Endpoint, count: u64) -> u64 {
     made.sum()
 }
 
-/// Keeps calls for the coverage of the file [`READABLE`] waiting. They are counted when they are answered.
-async fn start_reads(endpoint: &Endpoint, calls: u64) -> HarnessResult<Arc<AtomicU64>> {
+/// Keeps calls about the file [`READABLE`] waiting, each of which is made again until it fails. Counts the answered ones.
+async fn start_reads(endpoint: &Endpoint, calls: u64, read: ReadKind) -> HarnessResult<Arc<AtomicU64>> {
     let answered = Arc::new(AtomicU64::new(0));
     for _ in 0..calls / CALLS_PER_CONNECTION {
         let client = Client::connect(endpoint, Timeouts::default()).await?;
         for _ in 0..CALLS_PER_CONNECTION {
             let (client, answered) = (client.clone(), Arc::clone(&answered));
             tokio::spawn(async move {
-                while client.coverage(&named(READABLE)).await.is_ok() {
+                while read.call(&client).await {
                     answered.fetch_add(1, Ordering::Relaxed);
                 }
             });

@@ -8,6 +8,7 @@ mod checkpoints;
 mod ended_helpers;
 mod held_locks;
 mod invalid_requests;
+mod page_queries;
 mod pid_namespaces;
 mod refused_connections;
 mod reused_pid;

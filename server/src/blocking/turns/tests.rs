@@ -15,13 +15,12 @@ fn turns<W>() -> Turns<W> {
 }
 
 fn needs(thread: Thread, file: u64) -> Needs {
-    Needs { thread, file: FileId::new(file) }
+    Needs { thread, turn: FileId::new(file).map(FileUse::Generations), continues: false }
 }
 
 /// Ends a call. Returns those that start.
-fn end(turns: &mut Turns<usize>, needs: Needs) -> Vec<usize> {
-    turns.end(needs);
-    std::iter::from_fn(|| turns.next()).map(|(_, started)| started).collect()
+fn end<W>(turns: &mut Turns<W>, needs: Needs) -> Vec<W> {
+    turns.end(needs).into_iter().map(|(_, started)| started).collect()
 }
 
 #[test]
@@ -53,13 +52,9 @@ fn call_waits_for_its_thread_and_its_file() {
     for (running, (thread, file), can_run) in cases {
         let mut turns = turns();
         for (thread, file) in *running {
-            assert!(turns.start(needs(*thread, *file), ()).is_some(), "{running:?}");
+            assert!(turns.start(needs(*thread, *file), ()).is_ok(), "{running:?}");
         }
-        assert_eq!(
-            turns.start(needs(*thread, *file), ()).is_some(),
-            *can_run,
-            "{running:?} {thread:?} {file}"
-        );
+        assert_eq!(turns.start(needs(*thread, *file), ()).is_ok(), *can_run, "{running:?} {thread:?} {file}");
     }
 }
 
@@ -69,20 +64,36 @@ fn ends_of_an_owner_with_the_fewest_threads_start_first() {
     let of = |owner, file| needs(End(owner), file);
     // Owners 1 and 2 have all threads, and wait for more. Owner 3 requests last.
     for (at, (owner, file)) in [(1, 1), (1, 2), (2, 3), (2, 4)].into_iter().enumerate() {
-        assert_eq!(turns.start(of(owner, file), at), Some(at));
+        assert_eq!(turns.start(of(owner, file), at), Ok(at));
     }
-    for (at, (owner, file)) in [(1, 5), (1, 6), (2, 7), (3, 8), (3, 9)].into_iter().enumerate() {
-        assert_eq!(turns.start(of(owner, file), 10 + at), None);
-    }
+    let waiting = [(1, 5), (1, 6), (2, 7), (3, 8), (3, 9)].into_iter().enumerate();
+    let numbers: Vec<_> =
+        waiting.map(|(at, (owner, file))| turns.start(of(owner, file), 10 + at).unwrap_err()).collect();
     assert_eq!(end(&mut turns, of(1, 1)), [13], "the first one of owner 3, who has no thread");
     assert_eq!(end(&mut turns, of(2, 3)), [10], "each owner has one: the end that waits longest");
-    turns.forget(|waiter| *waiter == 12);
+    turns.cancel(numbers[2]);
+    // It has started.
+    turns.cancel(numbers[0]);
     assert_eq!(end(&mut turns, of(1, 2)), [11], "owners 1 and 3 have one");
     assert_eq!(end(&mut turns, of(2, 4)), [14]);
     for (owner, file) in [(3, 8), (1, 5), (1, 6), (3, 9)] {
         assert_eq!(end(&mut turns, of(owner, file)), []);
     }
     assert!(turns.is_idle());
+}
+
+#[test]
+fn users_who_have_all_threads_delay_a_call_of_another_user_by_one_call() {
+    let mut turns = turns();
+    let of = |user| needs(User(user), 0);
+    for user in [1, 1, 2, 2, 3] {
+        assert!(turns.start(of(user), 0).is_ok());
+    }
+    for (waiter, user) in [(11, 1), (12, 1), (21, 2), (31, 3), (41, 4), (42, 4), (13, 1)] {
+        assert!(turns.start(of(user), waiter).is_err());
+    }
+    let started = [1, 2, 1, 2, 3].map(|user| end(&mut turns, of(user)));
+    assert_eq!(started, [[41], [11], [12], [21], [31]]);
 }
 
 #[test]
@@ -100,7 +111,7 @@ fn users_whose_calls_wait_for_a_file_are_served_in_turn() {
         let mut started: Vec<_> = calls
             .iter()
             .enumerate()
-            .filter_map(|(at, thread)| turns.start(needs(*thread, FILE), at))
+            .filter_map(|(at, thread)| turns.start(needs(*thread, FILE), at).ok())
             .collect();
         while started.len() < calls.len() {
             let ended = *started.last().unwrap();
@@ -116,24 +127,41 @@ fn each_other_user_delays_a_call_by_one_call() {
     for others in [[User(1), User(2)], [User(1), User(1)], [User(1), Unlimited]] {
         let mut turns = turns();
         let mut running = (others[0], 0);
-        assert!(turns.start(needs(running.0, 1), running).is_some());
+        assert!(turns.start(needs(running.0, 1), running).is_ok());
         let mut calls: Vec<_> = (0..10).map(|at| (others[at % 2], at)).collect();
         calls.extend([(User(3), 100), (User(3), 101)]);
         for call in calls {
-            assert_eq!(turns.start(needs(call.0, 1), call), None);
+            assert!(turns.start(needs(call.0, 1), call).is_err());
         }
         let mut started = Vec::new();
         for _ in 0..6 {
-            turns.end(needs(running.0, 1));
-            let (_, next) = turns.next().unwrap();
-            assert!(turns.next().is_none());
+            let next = end(&mut turns, needs(running.0, 1));
+            assert_eq!(next.len(), 1);
             // The user whose call has ended makes another one.
-            assert_eq!(turns.start(needs(running.0, 1), (running.0, 1)), None);
-            started.push(next.1);
-            running = next;
+            assert!(turns.start(needs(running.0, 1), (running.0, 1)).is_err());
+            running = next[0];
+            started.push(running.1);
         }
         assert!(started.contains(&100) && started.contains(&101), "{others:?}: {started:?}");
     }
+}
+
+/// Page states that a call holds while it waits are few, however many calls of its user wait to begin.
+#[test]
+fn call_that_continues_comes_before_those_of_its_user_that_begin() {
+    let mut turns = turns();
+    let scan = |file| Needs { turn: FileId::new(file).map(FileUse::Scan), ..needs(User(1), 0) };
+    let rest = Needs { continues: true, ..needs(User(1), 0) };
+    for file in 1..=2 {
+        assert!(turns.start(scan(file), 0).is_ok());
+    }
+    for (waiter, needs) in [(1, scan(3)), (2, needs(User(1), 0)), (3, rest), (4, rest), (5, scan(1))] {
+        assert!(turns.start(needs, waiter).is_err());
+    }
+    assert_eq!(end(&mut turns, scan(1)), [3]);
+    assert_eq!(end(&mut turns, rest), [4]);
+    assert_eq!(end(&mut turns, rest), [1]);
+    assert_eq!(end(&mut turns, scan(3)), [2]);
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -148,7 +176,8 @@ enum Step {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let thread = prop_oneof![Just(Unlimited), (0..4_u32).prop_map(User), (0..4_u32).prop_map(End)];
     // File 0 is none.
-    let start = (thread, 0..6_u64).prop_map(|(thread, file)| Step::Start(needs(thread, file)));
+    let start = (thread, 0..6_u64, any::<bool>())
+        .prop_map(|(thread, file, continues)| Step::Start(Needs { continues, ..needs(thread, file) }));
     let step = prop_oneof![
         4 => start,
         3 => any::<prop::sample::Index>().prop_map(Step::End),
@@ -158,7 +187,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 /// The rules, by counting the running calls.
-fn can_run(running: &[(Needs, usize)], Needs { thread, file }: Needs) -> bool {
+fn can_run(running: &[(Needs, usize)], Needs { thread, turn, .. }: Needs) -> bool {
     let count = |is_counted: &dyn Fn(Thread) -> bool| {
         u32::try_from(running.iter().filter(|(needs, _)| is_counted(needs.thread)).count()).unwrap()
     };
@@ -168,7 +197,7 @@ fn can_run(running: &[(Needs, usize)], Needs { thread, file }: Needs) -> bool {
         User(_) => of_it < USERS.0 && count(&|other| matches!(other, User(_))) < USERS.1,
         End(_) => of_it < ENDS.0 && count(&|other| matches!(other, End(_))) < ENDS.1,
     };
-    has_thread && (file.is_none() || running.iter().all(|(needs, _)| needs.file != file))
+    has_thread && (turn.is_none() || running.iter().all(|(needs, _)| needs.turn != turn))
 }
 
 proptest! {
@@ -176,37 +205,35 @@ proptest! {
     #[test]
     fn calls_run_as_soon_as_they_can(steps in steps()) {
         let mut turns = turns();
-        let (mut running, mut waiting) = (Vec::<(Needs, usize)>::new(), Vec::<(Needs, usize)>::new());
+        let (mut running, mut waiting) = (Vec::<(Needs, usize)>::new(), Vec::<(Needs, usize, u64)>::new());
         for (at, step) in steps.into_iter().enumerate() {
             match step {
                 Step::Start(needs) => match turns.start(needs, at) {
-                    Some(started) => {
+                    Ok(started) => {
                         prop_assert!(started == at && can_run(&running, needs));
                         running.push((needs, at));
                     }
-                    None => waiting.push((needs, at)),
+                    Err(number) => waiting.push((needs, at, number)),
                 },
                 Step::End(nth) if !running.is_empty() => {
-                    turns.end(running.swap_remove(nth.index(running.len())).0);
-                    while let Some((needs, started)) = turns.next() {
+                    for (needs, started) in turns.end(running.swap_remove(nth.index(running.len())).0) {
                         prop_assert!(can_run(&running, needs));
-                        let first = waiting.iter().position(|(waiting, _)| *waiting == needs).unwrap();
-                        prop_assert_eq!(waiting.remove(first), (needs, started));
+                        let first = waiting.iter().position(|(waiting, ..)| *waiting == needs).unwrap();
+                        prop_assert_eq!(waiting.remove(first).1, started);
                         running.push((needs, started));
                     }
                 }
                 Step::Cancel(nth) if !waiting.is_empty() => {
-                    let (_, canceled) = waiting.remove(nth.index(waiting.len()));
-                    turns.forget(|waiter| *waiter == canceled);
+                    let (.., canceled) = waiting.remove(nth.index(waiting.len()));
+                    turns.cancel(canceled);
                 }
                 Step::End(_) | Step::Cancel(_) => {}
             }
-            prop_assert!(waiting.iter().all(|(needs, _)| !can_run(&running, *needs)));
+            prop_assert!(waiting.iter().all(|(needs, ..)| !can_run(&running, *needs)));
         }
         while let Some((needs, _)) = running.pop() {
-            turns.end(needs);
-            while let Some(started) = turns.next() {
-                waiting.retain(|waiter| *waiter != started);
+            for started in turns.end(needs) {
+                waiting.retain(|(_, at, _)| *at != started.1);
                 running.push(started);
             }
         }

@@ -1,7 +1,7 @@
 //! The service's side of the receivers: one process per user, started with the first connection and ended when it is idle.
 //!
 //! ```text
-//!             first connection                no sessions for the idle timeout, or it ended   
+//!             first connection            no sessions for the idle timeout, or the process ended
 //!   (none) -------------------> current ----------------------------------------------------> killed, reaped
 //!                                 |  ^
 //!       close blocked, no answer  |  |  closes and answers again, and no other one is available

@@ -44,8 +44,8 @@ impl Registry {
         let file = found.ok_or_else(|| self.not_found(caller, name))?;
         match check(&file) {
             Ok(()) => Ok(file),
-            Err(error) if caller.knows(&file.access()) => Err(error),
-            Err(_) => Err(self.not_found(caller, name)),
+            Err(FileError::NotFound(_)) => Err(self.not_found(caller, name)),
+            Err(error) => Err(error),
         }
     }
 

@@ -1,4 +1,5 @@
 use std::os::fd::AsFd;
+use std::time::Duration;
 
 use fdmap_proto::file::{Backing, Origin, Rights, Seal};
 use fdmap_sys::mapping::SharedMapping;
@@ -116,6 +117,38 @@ fn seals_forbid_resizing_and_more_seals() {
     assert!(matches!(more, Err(FileError::Sealed { seal: Seal::Seal, .. })));
 }
 
+/// Changes of a file that wait for another one need the right when their turn comes.
+#[test]
+fn changes_that_wait_fail_when_their_right_is_revoked() {
+    let registry = registry();
+    let others = |other| Access { other, ..Access::private(5, 5) };
+    let file = registry
+        .create(&user(5), FileSpec { access: Some(others(Rights::ALL)), ..spec("ram", MIB) })
+        .unwrap();
+    let id = FileName::Id(file.id());
+    let change = |which: usize| match which {
+        0 => registry.resize(&user(6), &id, 2 * MIB).map(drop),
+        1 => registry.seal(&user(6), &id, [Seal::Grow].into_iter().collect()).map(drop),
+        2 => registry.seal_writers(&user(6), &file),
+        _ => registry.set_fence(&user(6), &file, "away".to_owned()),
+    };
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let turn = file.turn(&user(5), Right::Write, String::new).unwrap();
+        let waiting = [0, 1, 2, 3].map(|which| scope.spawn(move || change(which)));
+        std::thread::sleep(Duration::from_millis(50));
+        registry.set_access(&user(5), &id, others(Rights::NONE)).unwrap();
+        assert!(waiting.iter().all(|change| !change.is_finished()));
+        drop(turn);
+        waiting.into_iter().map(|change| change.join().unwrap()).collect()
+    });
+    assert!(
+        results.iter().all(|result| matches!(result, Err(FileError::NotFound(_)))),
+        "the caller may no longer know that the file exists: {results:?}"
+    );
+    let info = file.info(&user(5)).unwrap();
+    assert_eq!((info.size_bytes, info.seals, info.fence), (MIB, Seals::default(), None));
+}
+
 #[test]
 fn writable_mapping_prevents_the_write_seal() {
     let registry = registry();
@@ -145,7 +178,7 @@ fn only_an_administrator_changes_the_owner() {
     assert!(registry.find(&user(6), &named("ram"), Right::Inspect).is_ok());
     // A call of the former owner that has waited for the change.
     let late = given.set_access(&user(5), Access::private(5, 1), |_| unreachable!());
-    assert!(matches!(late, Err(FileError::NotOwner { uid: 5, .. })));
+    assert!(matches!(late, Err(FileError::NotFound(_))), "it does not learn the new owner");
     assert_eq!(given.access().uid, 6);
     registry.create(&user(5), spec("other", 8 * MIB)).unwrap();
     let full = registry.create(&user(6), spec("third", 8 * MIB));

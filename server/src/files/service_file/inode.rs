@@ -4,11 +4,11 @@ use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use fdmap_proto::file::{Seal, Seals};
+use fdmap_proto::file::{Right, Seal, Seals};
 use fdmap_sys::{Errno, SyscallError};
 
-use super::super::FileError;
 use super::super::inode_calls::{InodeCallError, InodeCalls, WhenLate};
+use super::super::{Caller, FileError};
 use super::ServiceFile;
 use crate::tracking::WRITER_SEALS;
 use crate::watchdog::{Operation, Phase};
@@ -22,8 +22,9 @@ pub(super) struct InodeChanges {
     late: AtomicBool,
 }
 
-/// The helpers of a file's owner, and what notifies watchers of a change that was late.
+/// The caller that changes an inode, the helpers of the file's owner, and the notifier for watchers if the change is late.
 pub(in super::super) struct ChangeBy<'a, N> {
+    pub(in super::super) caller: &'a Caller,
     pub(in super::super) calls: &'a InodeCalls,
     pub(in super::super) user: u32,
     pub(in super::super) notify: N,
@@ -42,12 +43,11 @@ impl ServiceFile {
         self: &Arc<Self>,
         by: ChangeBy<'_, impl FnOnce() + Send + 'static>,
         bytes: u64,
-        unlimited: bool,
     ) -> Result<(), FileError> {
         let operation = || format!("resize {self} to {bytes} bytes");
-        let _turn = self.turn().map_err(|error| FileError::of_inode(operation(), error))?;
+        let _turn = self.turn(by.caller, Right::Write, operation)?;
         self.require_unfenced()?;
-        let before = self.charge_at_least(bytes, unlimited)?;
+        let before = self.charge_at_least(bytes, by.caller.admin)?;
         let settle = move |file: &Self, result: &CallResult| {
             let settled = match result {
                 Ok(()) => bytes,
@@ -57,7 +57,7 @@ impl ServiceFile {
             };
             file.reduce_charge(settled);
         };
-        let ChangeBy { calls, user, notify } = by;
+        let ChangeBy { calls, user, notify, .. } = by;
         let late = self.when_late(notify, settle);
         let result = self.finish_change(calls.resize(user, self.fd.as_fd(), bytes, late), settle);
         match result {
@@ -76,7 +76,7 @@ impl ServiceFile {
         seals: Seals,
     ) -> Result<(), FileError> {
         let operation = || format!("add seals {seals} to {self}");
-        let turn = self.turn().map_err(|error| FileError::of_inode(operation(), error))?;
+        let turn = self.turn(by.caller, Right::Write, operation)?;
         self.require_unfenced()?;
         match self.add_seals(by, seals, &turn) {
             Err(InodeCallError::Syscall(SyscallError { errno: Errno::EPERM, .. })) => {
@@ -95,7 +95,7 @@ impl ServiceFile {
         by: ChangeBy<'_, impl FnOnce() + Send + 'static>,
     ) -> Result<(), FileError> {
         let operation = || format!("seal {self} against new writers");
-        let turn = self.turn().map_err(|error| FileError::of_inode(operation(), error))?;
+        let turn = self.turn(by.caller, Right::Write, operation)?;
         match self.add_seals(by, WRITER_SEALS, &turn) {
             Err(InodeCallError::Syscall(SyscallError { errno: Errno::EPERM, .. })) => {
                 Err(FileError::Sealed {
@@ -123,17 +123,27 @@ impl ServiceFile {
         seals: Seals,
         _turn: &MutexGuard<'_, ()>,
     ) -> CallResult {
-        let ChangeBy { calls, user, notify } = by;
+        let ChangeBy { calls, user, notify, .. } = by;
         let late = self.when_late(notify, |_, _| ());
         self.finish_change(calls.add_seals(user, self.fd.as_fd(), seals.bits(), late), |_, _| ())
     }
 
-    /// Waits while another call changes the inode. Fails if one is late.
-    pub(super) fn turn(&self) -> Result<MutexGuard<'_, ()>, InodeCallError> {
+    /// Waits while another call changes the inode. Fails if one is late, or if the caller lacks `right` by then. `operation` describes the
+    /// change for the error.
+    pub(in super::super) fn turn(
+        &self,
+        caller: &Caller,
+        right: Right,
+        operation: impl FnOnce() -> String,
+    ) -> Result<MutexGuard<'_, ()>, FileError> {
         let InodeChanges { turn, late } = &self.inode_changes;
         // The lock protects no data.
         let turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
-        if late.load(Ordering::SeqCst) { Err(InodeCallError::Earlier) } else { Ok(turn) }
+        self.require(caller, right)?;
+        if late.load(Ordering::SeqCst) {
+            return Err(FileError::of_inode(operation(), InodeCallError::Earlier));
+        }
+        Ok(turn)
     }
 
     /// A change begins. Returns what gets its result if it is late.

@@ -7,8 +7,6 @@ use fdmap_proto::units::PageIndex;
 
 use fdmap_proto::units::PageSize;
 
-use tokio::sync::Semaphore;
-
 use super::*;
 use crate::pages::PackedAttributes;
 
@@ -139,7 +137,7 @@ fn request(
     let (scans, start, threads) = (Arc::clone(scans), Arc::clone(start), Arc::new(()));
     let its = Arc::clone(&threads);
     let request = tokio::spawn(async move {
-        let permit = || async {
+        let permit = async {
             start.notified().await;
             start.notify_one();
             Arc::clone(&its)
@@ -210,39 +208,23 @@ async fn canceled_request_without_a_thread_does_not_wait() {
     assert_eq!(probe.scans.load(Ordering::SeqCst), 0);
 }
 
-/// Another scan has begun each time when the request may start a thread.
+/// Requests that take no turns with each other: each one has its permit before the scan in progress ends.
 #[tokio::test(flavor = "multi_thread")]
-async fn request_that_often_loses_its_turn_keeps_its_permit() {
+async fn request_keeps_its_permit_while_another_one_scans() {
     let (probe, scans) = scans();
-    let (always, permits, asked) = (Arc::new(Notify::new()), Semaphore::new(0), AtomicUsize::new(0));
-    always.notify_one();
-    let threads = Arc::new(());
-    let permit = || async {
-        asked.fetch_add(1, Ordering::SeqCst);
-        permits.acquire().await.unwrap().forget();
-        Arc::clone(&threads)
-    };
-    let options = ScanOptions { attributes: true, ..PLAIN };
-    let late = async { scans.read_when(permit, &[ALL], options, Duration::ZERO).await.map(drop) };
-    let others = async {
-        for losses in 1..=MAX_LOSSES as usize {
-            until(|| asked.load(Ordering::SeqCst) == losses).await;
-            probe.block();
-            let (_, other) = request(&scans, PLAIN, &always);
-            until(|| probe.scans.load(Ordering::SeqCst) == losses).await;
-            permits.add_permits(1);
-            until(|| permits.available_permits() == 0).await;
-            tokio::time::sleep(Duration::from_millis(20)).await;
-            let is_kept = Arc::strong_count(&threads) > 1;
-            assert_eq!(is_kept, losses == MAX_LOSSES as usize, "after {losses} losses");
-            probe.unblock();
-            other.await.unwrap();
-        }
-    };
-    let (read, ()) = tokio::join!(late, others);
-    read.unwrap();
-    assert_eq!(asked.load(Ordering::SeqCst), MAX_LOSSES as usize, "it asks for no further permit");
+    let start = Arc::new(Notify::new());
+    start.notify_one();
+    probe.block();
+    let (_, first) = request(&scans, PLAIN, &start);
+    until(|| probe.scans.load(Ordering::SeqCst) == 1).await;
+    let (threads, second) = request(&scans, ScanOptions { attributes: true, ..PLAIN }, &start);
+    until(|| has_thread(&threads)).await;
+    assert_eq!(probe.scans.load(Ordering::SeqCst), 1);
+    probe.unblock();
+    first.await.unwrap();
+    second.await.unwrap();
     until(|| Arc::strong_count(&threads) == 1).await;
+    assert_eq!(probe.scans.load(Ordering::SeqCst), 2);
 }
 
 /// The thread that ends wakes the requests that wait, of which one starts the next scan.
@@ -422,4 +404,38 @@ async fn requests_keep_the_attributes_of_their_own_pages_only() {
     }
     assert!(bytes[0] < 200 && bytes[1] < 200 && bytes[2] > 20_000, "{bytes:?}");
     assert_eq!(probe.scans.load(Ordering::SeqCst), 2, "both requests share one scan");
+}
+
+/// A request that waits, and the end of its reply channel.
+fn waiter(id: u64, ranges: &[(u64, u64)]) -> (Waiter, oneshot::Receiver<ScanAnswer>) {
+    let (reply, answer) = oneshot::channel();
+    let ranges = ranges.iter().map(|(start, end)| {
+        let pages = PageRange::new(PageIndex(start * 4096), PageIndex(end * 4096)).unwrap();
+        BlockRange::around(pages)
+    });
+    let (id, ranges) = (RequestId(id), ranges.collect());
+    (Waiter { id, pages: Vec::new(), ranges, options: PLAIN, since: 0, reply }, answer)
+}
+
+#[test]
+fn scan_for_a_request_reads_few_blocks_for_others() {
+    const FEW: u64 = MAX_BLOCKS_OF_OTHERS;
+    type Ranges<'a> = &'a [(u64, u64)];
+    // The ranges of the request whose turn it is, those of others, and the others that it serves.
+    let cases: &[(Ranges<'_>, &[Ranges<'_>], &[u64])] = &[
+        (&[(0, 1)], &[&[(5, 6)], &[(0, FEW)], &[(0, FEW - 1)], &[(7, 8)]], &[1, 3]),
+        (&[(0, 1)], &[&[(0, FEW + 1)], &[(9, 10)]], &[2]),
+        // Blocks that it reads anyway cost nothing.
+        (&[(0, 2 * FEW)], &[&[(0, 2 * FEW)], &[(FEW, 2 * FEW)], &[(0, 1), (3, 4)]], &[1, 2, 3]),
+        (&[(0, 2 * FEW)], &[&[(0, 4 * FEW)], &[(2 * FEW, 4 * FEW)]], &[2]),
+        (&[(0, 2), (4, 6)], &[&[(0, FEW)], &[(1, 5)], &[(4, 5)]], &[1, 3]),
+    ];
+    for (own, others, served) in cases {
+        let (mut waiting, _answers): (VecDeque<_>, Vec<_>) =
+            others.iter().zip(1..).map(|(ranges, id)| waiter(id, ranges)).chain([waiter(100, own)]).unzip();
+        let together = take_together(&mut waiting, RequestId(100));
+        let ids: Vec<_> = together.iter().map(|waiter| waiter.id.0).collect();
+        assert_eq!((ids[0], &ids[1..]), (100, *served), "{own:?} {others:?}");
+        assert_eq!(waiting.len() + together.len(), others.len() + 1);
+    }
 }

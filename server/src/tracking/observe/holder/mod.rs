@@ -51,11 +51,13 @@ use std::time::{Duration, Instant};
 
 use fdmap_proto::error_chain;
 use fdmap_sys::{Errno, SyscallError};
+use tracing::field::debug;
 
 use super::ending;
 use super::own_calls::CallCounter;
 use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
+use crate::watchdog;
 pub(crate) use call::{HarvestedMappings, SpaceCall, SpaceResult};
 use held::{Held, Unanswered};
 pub(crate) use held::{HeldSpace, LateHarvest, WeakSpace};
@@ -235,8 +237,15 @@ impl Holder {
         }
         incidents::count(Incident::HolderLate);
         if let Some(omitted) = BLOCKED.permit() {
-            let user = self.user;
-            tracing::warn!(user, omitted, "a process of the user holds the lock of its address space");
+            let (user, pid, file) = (self.user, held.owner().pid, watchdog::file());
+            let file = file.as_deref().map(debug);
+            tracing::warn!(
+                user,
+                pid,
+                file,
+                omitted,
+                "a process of the user holds the lock of its address space"
+            );
         }
         // No later call gets the lane.
         state.lanes -= usize::from(state.epoch == epoch);
