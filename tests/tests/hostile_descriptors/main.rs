@@ -170,7 +170,8 @@ fn user_with_blocked_receivers_is_refused_until_the_attack_ends() {
             }
         }
         assert!(!is_served(service), "the user has four blocked receivers");
-        assert!(service.log()[logged..].contains("4 receivers"), "{}", service.log());
+        // The log arrives by a pipe.
+        await_effect(service, "the refusal is logged", || service.log()[logged..].contains("4 receivers"));
         assert_eq!(replaced(), before + 4);
         attackers
     });
