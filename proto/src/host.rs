@@ -117,8 +117,8 @@ pub struct HostLimits {
     pub max_attribute_pages: u64,
     /// Retained snapshots of all files together.
     pub max_retained_snapshots_per_user: u32,
-    /// Memory of the service for the stamps of a user's files, bytes, and as much for its retained snapshots, frozen sets and open
-    /// streams.
+    /// Memory of the service for the stamps of a user's files, bytes, and as much for its retained snapshots, frozen sets, open
+    /// streams, and the page attributes that calls in progress have read.
     pub max_state_bytes_per_user: u64,
     /// Longest time for which a snapshot can be retained.
     #[serde(rename = "max_retain_for_ns", serialize_with = "crate::json::nanoseconds")]

@@ -109,8 +109,8 @@ pub struct LimitArgs {
     /// Retained snapshots of one user
     #[arg(long, value_name = "N", default_value_t = Limits::default().retained_per_user)]
     pub max_retained_snapshots_per_user: u32,
-    /// Memory of the service for the stamps of a user's files, in bytes, and as much for its retained snapshots, frozen sets and open
-    /// streams [default: RAM/64]
+    /// Memory of the service for the stamps of a user's files, in bytes, and as much for its retained snapshots, frozen sets, open
+    /// streams, and the page attributes that calls in progress have read [default: RAM/64]
     #[arg(long, value_name = "BYTES")]
     pub max_state_bytes_per_user: Option<u64>,
     /// Longest time to retain a snapshot, in seconds

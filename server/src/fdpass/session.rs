@@ -33,7 +33,8 @@ use crate::watchdog::{self, Phase};
 
 /// How long a Track request waits for the end of charges, if its user has too many.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(300);
-/// How long a reply, and the end of a session, waits for a holder that is to get userfaultfds.
+/// How long a reply waits for a holder that is to get userfaultfds, and for the closes of other descriptors. The end of a session waits
+/// as long for the holder.
 const SEND_TIMEOUT: Duration = Duration::from_millis(500);
 const RELEASE_INTERVAL: Duration = Duration::from_millis(10);
 

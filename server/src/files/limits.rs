@@ -30,8 +30,8 @@ pub struct Limits {
     pub attribute_pages: u64,
     /// Retained snapshots of one user, of all files together.
     pub retained_per_user: u32,
-    /// Memory of the service for the stamps of one user's files, in bytes; as much for its retained snapshots, frozen sets and open
-    /// streams.
+    /// Memory of the service for the stamps of one user's files, in bytes; as much for its retained snapshots, frozen sets, open streams,
+    /// and the attributes of calls in progress.
     pub state_bytes_per_user: u64,
     /// Longest `retain_for` of a request.
     pub retain_for: Duration,

@@ -118,7 +118,7 @@ impl Quota {
         self.acquire(caller, amount.min(self.max_per_user))
     }
 
-    /// The same, for a thing of which `part` is charged already.
+    /// The same, for a thing of which `charged` is charged already.
     ///
     /// # Errors
     /// [`FileError::Limit`]
@@ -126,9 +126,9 @@ impl Quota {
         self: &Arc<Self>,
         caller: &Caller,
         amount: u64,
-        part: &QuotaPermit,
+        charged: u64,
     ) -> Result<QuotaPermit, FileError> {
-        self.acquire(caller, amount.min(self.max_per_user.saturating_sub(part.amount)))
+        self.acquire(caller, amount.min(self.max_per_user.saturating_sub(charged)))
     }
 
     /// True if the caller can acquire nothing more.
@@ -312,7 +312,7 @@ mod tests {
         let all = quota.acquire_at_most(&caller(1), 1000).unwrap();
         assert_eq!(all.amount(), 10);
         assert!(quota.acquire_at_most(&caller(1), 1).is_err());
-        assert_eq!(quota.acquire_at_most_beside(&caller(1), 1000, &all).unwrap().amount(), 0);
+        assert_eq!(quota.acquire_at_most_beside(&caller(1), 1000, 10).unwrap().amount(), 0);
         drop(all);
         let _some = quota.acquire_at_most(&caller(1), 4).unwrap();
         assert!(quota.acquire_at_most(&caller(1), 1000).is_err(), "only if there is nothing else");

@@ -34,6 +34,15 @@ pub(super) struct ChangedSet {
     pub(super) memory: Option<Charge>,
 }
 
+/// The page states or attributes of an answer; `None` if it needs neither.
+#[derive(Default)]
+pub(super) struct StatesOfChanges {
+    pub(super) result: Option<ScanResult>,
+    pub(super) provenance: Option<v1::Provenance>,
+    /// What the caller is charged for attributes.
+    pub(super) of_attributes: Option<QuotaPermit>,
+}
+
 impl ChangedSet {
     pub(super) fn new(
         tracker: &Tracker,
@@ -66,8 +75,7 @@ impl ChangedSet {
 }
 
 impl Rpc {
-    /// Reads the page states that entries need, or the attributes that runs need. Returns no result if the answer needs neither, and what
-    /// the caller is charged for attributes.
+    /// Reads the page states that entries need, or the attributes that runs need.
     pub(super) async fn read_for_changes(
         &self,
         caller: &Caller,
@@ -76,14 +84,10 @@ impl Rpc {
         query: &ChangesQuery,
         changed: &ChangedSet,
         range: PageRange,
-    ) -> Result<(Option<ScanResult>, Option<v1::Provenance>, QuotaPermit), Status> {
-        let none = || {
-            let memory = self.service.registry.states().acquire(caller, 0).map_err(status)?;
-            Ok((None, None, memory))
-        };
+    ) -> Result<StatesOfChanges, Status> {
         let attributes = !query.attributes.is_empty();
         if !attributes && query.encoding != Encoding::Entries {
-            return none();
+            return Ok(StatesOfChanges::default());
         }
         let mut ranges = vec![range];
         if attributes {
@@ -101,15 +105,16 @@ impl Rpc {
                 status(QueryError::TooMany { resource, requested, limit })
             })?;
             if runs.is_empty() {
-                return none();
+                return Ok(StatesOfChanges::default());
             }
             if runs.len() <= MAX_ATTRIBUTE_RUNS {
                 ranges = runs;
             }
         }
         let options = ScanOptions { distinguish_swap_cached: false, attributes };
-        let (result, memory) = self.read(caller, file, right, &ranges, options, Duration::ZERO).await?;
+        let (result, of_attributes) =
+            self.read(caller, file, right, &ranges, options, Duration::ZERO).await?;
         let provenance = self.provenance(caller, file, &result.snapshot, &ranges).await?;
-        Ok((Some(result), provenance, memory))
+        Ok(StatesOfChanges { result: Some(result), provenance, of_attributes: Some(of_attributes) })
     }
 }

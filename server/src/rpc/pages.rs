@@ -11,7 +11,7 @@ use fdmap_proto::v1::pages_server::Pages;
 use fdmap_proto::{SlotContents, v1};
 use tonic::{Request, Response, Status};
 
-use super::stream::{ResponseStream, streamed, streamed_by_threads};
+use super::stream::ResponseStream;
 use super::unreceived::CallMemory;
 use super::{Rpc, decoded};
 use crate::blocking::Call;
@@ -25,7 +25,7 @@ use crate::query::{
 use crate::status::status;
 use crate::tracking::StampMap;
 
-/// Blocks that a worker thread of the runtime may visit: some 100 us.
+/// Blocks that a worker thread of the runtime may visit for one call.
 const MAX_BLOCKS_INLINE: usize = 4096;
 /// The same of stamps, of which each page is visited where pages differ.
 pub(super) const MAX_STAMP_BLOCKS_INLINE: usize = 64;
@@ -86,13 +86,14 @@ impl Rpc {
         Ok(Some(provenance.map_err(status)?.into()))
     }
 
-    /// Charges the caller for the memory of stamps, and of a snapshot, beside what it is charged for attributes of the same answer.
+    /// Charges the caller for the memory of stamps, and of a snapshot, beside the bytes that it is charged for attributes of the same
+    /// answer.
     pub(super) async fn charge_states(
         &self,
         caller: &Caller,
         file: &ServiceFile,
         (stamps, snapshot): (Option<&StampMap>, Option<&Snapshot>),
-        of_attributes: &QuotaPermit,
+        of_attributes: u64,
     ) -> Result<QuotaPermit, Status> {
         let (stamps, snapshot) = (stamps.cloned(), snapshot.cloned());
         let blocks = stamps.as_ref().map_or(0, StampMap::block_count)
@@ -157,7 +158,8 @@ impl Pages for Rpc {
         let snapshot_id = match query.retain_for {
             Some(_) => {
                 let states = (None, Some(&result.snapshot));
-                let memory = Arc::new(self.charge_states(&caller, &file, states, &of_attributes).await?);
+                let memory =
+                    Arc::new(self.charge_states(&caller, &file, states, of_attributes.amount()).await?);
                 self.retain(&caller, &file, (&result.snapshot, &memory), range, query.retain_for)?
             }
             None => 0,
@@ -185,7 +187,7 @@ impl Pages for Rpc {
         let (result, of_attributes) =
             self.read(&caller, &file, Right::Inspect, &[range], query.options(), query.max_age).await?;
         let states = (None, Some(&result.snapshot));
-        let memory = Arc::new(self.charge_states(&caller, &file, states, &of_attributes).await?);
+        let memory = Arc::new(self.charge_states(&caller, &file, states, of_attributes.amount()).await?);
         let snapshot = (&result.snapshot, &memory);
         let header = v1::ScanHeader {
             provenance: self.provenance(&caller, &file, &result.snapshot, &[range]).await?,
@@ -199,12 +201,7 @@ impl Pages for Rpc {
             || result.snapshot.block_count() > MAX_BLOCKS_INLINE;
         let bodies = once(Body::Header(header)).chain(ScanBatches::new(&query, result, range));
         let messages = bodies.map(|body| v1::ScanResponse { body: Some(body) });
-        Ok(if is_long {
-            let call = Call::about("messages of a Scan", &file);
-            streamed_by_threads(Arc::clone(&self.service), caller, call, permit, messages)
-        } else {
-            streamed(permit, messages)
-        })
+        Ok(self.streamed(is_long, caller, Call::about("messages of a Scan", &file), permit, messages))
     }
 
     async fn lookup(
@@ -281,7 +278,7 @@ impl Pages for Rpc {
                 let (ScanResult { snapshot, .. }, of_attributes) =
                     self.read(&caller, &file, Right::Inspect, &[range], options, Duration::ZERO).await?;
                 let states = (None, Some(&snapshot));
-                let memory = self.charge_states(&caller, &file, states, &of_attributes).await?;
+                let memory = self.charge_states(&caller, &file, states, of_attributes.amount()).await?;
                 (snapshot, Arc::new(memory), range)
             }
         };
@@ -304,8 +301,7 @@ impl Pages for Rpc {
         let permit = (permit, from.memory, memory);
         let bodies = once(Body::Header(header)).chain(DiffBatches::new(differences).map(Body::Batch));
         let messages = bodies.map(|body| v1::DiffResponse { body: Some(body) });
-        let call = Call::about("messages of a Diff", &file);
-        Ok(streamed_by_threads(Arc::clone(&self.service), caller, call, permit, messages))
+        Ok(self.streamed(true, caller, Call::about("messages of a Diff", &file), permit, messages))
     }
 
     async fn drop_snapshot(

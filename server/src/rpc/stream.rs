@@ -7,6 +7,7 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status};
 
+use super::Rpc;
 use crate::blocking::Call;
 use crate::files::Caller;
 use crate::service::Service;
@@ -21,9 +22,26 @@ pub(super) struct Streamed;
 /// Messages that a watch may have ready for a client before the watch waits for it.
 const WATCH_BACKLOG: usize = 64;
 
+impl Rpc {
+    /// A stream as [`streamed_by_threads`] if its messages may take long to find, else as [`streamed`].
+    pub(super) fn streamed<T: Send + 'static>(
+        &self,
+        is_long: bool,
+        caller: Caller,
+        call: Call,
+        permit: impl Send + 'static,
+        messages: impl Iterator<Item = T> + Send + 'static,
+    ) -> Response<ResponseStream<T>> {
+        match is_long {
+            true => streamed_by_threads(Arc::clone(&self.service), caller, call, permit, messages),
+            false => streamed(permit, messages),
+        }
+    }
+}
+
 /// A stream, charged by `permit`, that computes each item when the client is ready to receive it. A client that reads slowly
 /// or disconnects causes no more work than it receives.
-pub(super) fn streamed<T: Send + 'static>(
+fn streamed<T: Send + 'static>(
     permit: impl Send + 'static,
     items: impl Iterator<Item = T> + Send + 'static,
 ) -> Response<ResponseStream<T>> {
@@ -35,7 +53,7 @@ pub(super) fn streamed<T: Send + 'static>(
 }
 
 /// The same for items that may take long to find: each is computed in a thread of the caller, and at most one in advance.
-pub(super) fn streamed_by_threads<T: Send + 'static>(
+fn streamed_by_threads<T: Send + 'static>(
     service: Arc<Service>,
     caller: Caller,
     call: Call,

@@ -13,12 +13,12 @@ use fdmap_proto::v1::watch_checkpoints_response::{Deleted, Event};
 use tokio::sync::broadcast::error::RecvError;
 use tonic::{Request, Response, Status};
 
-use super::changes::{ChangedSet, cursor_user};
+use super::changes::{ChangedSet, StatesOfChanges, cursor_user};
 use super::pages::MAX_STAMP_BLOCKS_INLINE;
-use super::stream::{ResponseStream, channel, streamed, streamed_by_threads};
+use super::stream::{ResponseStream, channel};
 use super::{Rpc, decoded};
 use crate::blocking::Call;
-use crate::files::{Caller, FileError, ServiceFile};
+use crate::files::{Caller, FileError, QuotaPermit, ServiceFile};
 use crate::query::{
     ChangedBatches, ChangesQuery, ChangesStart, cursor_name, dirty_rate_window, resolve_range,
 };
@@ -95,7 +95,7 @@ impl Tracking for Rpc {
         let call = if is_closed { Call::about("Changes", &file) } else { Call::on("Changes", &file) };
         let changed = self.permitted(&caller, call, file.id(), right, read).await?;
         let range = resolve_range(query.range, changed.file_pages).map_err(status)?;
-        let (result, provenance, of_attributes) =
+        let StatesOfChanges { result, provenance, of_attributes } =
             self.read_for_changes(&caller, &file, right, &query, &changed, range).await?;
         let ChangedSet { stamps, since, until_generation, file_pages, coverage, memory } = changed;
         let header = v1::ChangesHeader {
@@ -109,18 +109,14 @@ impl Tracking for Rpc {
         // A frozen set is charged already.
         let uncharged = memory.is_none().then_some(&stamps);
         let states = (uncharged, result.as_ref().map(|result| &result.snapshot));
-        let of_states = self.charge_states(&caller, &file, states, &of_attributes).await?;
+        let charged = of_attributes.as_ref().map_or(0, QuotaPermit::amount);
+        let of_states = self.charge_states(&caller, &file, states, charged).await?;
         let permit = (permit, memory, of_attributes, of_states);
         let is_long = !query.attributes.is_empty() || stamps.block_count() > MAX_STAMP_BLOCKS_INLINE;
         let batches = ChangedBatches::new(&query, stamps, since, range, result);
         let bodies = once(Body::Header(header)).chain(batches);
         let messages = bodies.map(|body| v1::ChangesResponse { body: Some(body) });
-        Ok(if is_long {
-            let call = Call::about("messages of Changes", &file);
-            streamed_by_threads(Arc::clone(&self.service), caller, call, permit, messages)
-        } else {
-            streamed(permit, messages)
-        })
+        Ok(self.streamed(is_long, caller, Call::about("messages of Changes", &file), permit, messages))
     }
 
     async fn get_coverage(
