@@ -128,7 +128,7 @@ async fn calls_of_a_reader_delay_those_of_the_owner_by_few() {
         between.push(answered() - before);
     }
     between.sort_unstable();
-    assert!(between[8] > 0, "no call was answered beside a checkpoint: {between:?}");
+    assert!(between[4] > 0, "no call was answered beside a checkpoint: {between:?}");
     // In the order of the requests, it would wait for all that wait.
     assert!(between[4] < WAITING / 2, "the checkpoints waited for {between:?} calls");
 }

@@ -14,7 +14,7 @@ use fdmap_client::proto::{Access, FileInfo, FileName, OwnedName};
 use fdmap_proto::v1;
 use fdmap_proto::v1::files_client::FilesClient;
 use fdmap_tests::harness::require;
-use fdmap_tests::host::root;
+use fdmap_tests::host::{root, temp_dir};
 use fdmap_tests::raw::channel;
 use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
@@ -78,7 +78,7 @@ fn owned(uid: u32, name: &str) -> OwnedName {
 }
 
 /// Commands on the file vm-a, in an order in which its owner can run all of them but the first [`NEED_MORE`].
-fn commands() -> Vec<Vec<&'static str>> {
+fn commands(image: &str) -> Vec<Vec<&str>> {
     const COMMANDS: &str = "drop-snapshot vm-a 00000000000000ff
         watch --checkpoints vm-a
         compare --pid 1 vm-a
@@ -103,8 +103,11 @@ fn commands() -> Vec<Vec<&'static str>> {
         access vm-a --other inspect
         seal vm-a grow
         seal-writers vm-a
+        dump vm-a IMAGE
+        fence vm-a --reason moved
         delete vm-a";
-    COMMANDS.lines().map(|line| line.split_whitespace().collect()).collect()
+    let word = |word| if word == "IMAGE" { image } else { word };
+    COMMANDS.lines().map(|line| line.split_whitespace().map(word).collect()).collect()
 }
 
 /// Commands that need a snapshot, an event, or a process that maps the file.
@@ -117,8 +120,11 @@ async fn name_of_root_never_selects_the_file_of_another_user() {
     ok(&service, SQUATTER, &["create", "vm-a", "--size", "64K"]);
     let theirs = named("65534/vm-a");
     let before = client.get(&theirs).await.unwrap();
-    for command in commands() {
-        let errors = fails(&service, 0, 3, &command);
+    let (folder, _guard) = temp_dir("fdmap-names-").unwrap();
+    let image = folder.join("image");
+    let commands = commands(image.to_str().unwrap());
+    for command in &commands {
+        let errors = fails(&service, 0, 3, command);
         let hint = "no file \"vm-a\" of user 0; user 65534 has one: 65534/vm-a";
         assert!(errors.contains(hint), "{command:?}: {errors}");
     }
@@ -130,7 +136,7 @@ async fn name_of_root_never_selects_the_file_of_another_user() {
 
     let own: FileInfo = create_for(&client, 0, "vm-a", 0o600).await;
     assert_ne!(own.id, before.id);
-    for command in &commands()[NEED_MORE..] {
+    for command in &commands[NEED_MORE..] {
         ok(&service, 0, command);
     }
     fails(&service, 0, 3, &["stat", "vm-a"]);

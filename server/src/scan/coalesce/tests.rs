@@ -419,16 +419,20 @@ fn waiter(id: u64, ranges: &[(u64, u64)]) -> (Waiter, oneshot::Receiver<ScanAnsw
 
 #[test]
 fn scan_for_a_request_reads_few_blocks_for_others() {
-    const FEW: u64 = MAX_BLOCKS_OF_OTHERS;
+    const FEW_BLOCKS: u64 = MAX_BLOCKS_OF_OTHERS;
     type Ranges<'a> = &'a [(u64, u64)];
     // The ranges of the request whose turn it is, those of others, and the others that it serves.
     let cases: &[(Ranges<'_>, &[Ranges<'_>], &[u64])] = &[
-        (&[(0, 1)], &[&[(5, 6)], &[(0, FEW)], &[(0, FEW - 1)], &[(7, 8)]], &[1, 3]),
-        (&[(0, 1)], &[&[(0, FEW + 1)], &[(9, 10)]], &[2]),
+        (&[(0, 1)], &[&[(5, 6)], &[(0, FEW_BLOCKS)], &[(0, FEW_BLOCKS - 1)], &[(7, 8)]], &[1, 3]),
+        (&[(0, 1)], &[&[(0, FEW_BLOCKS + 1)], &[(9, 10)]], &[2]),
         // Blocks that it reads anyway cost nothing.
-        (&[(0, 2 * FEW)], &[&[(0, 2 * FEW)], &[(FEW, 2 * FEW)], &[(0, 1), (3, 4)]], &[1, 2, 3]),
-        (&[(0, 2 * FEW)], &[&[(0, 4 * FEW)], &[(2 * FEW, 4 * FEW)]], &[2]),
-        (&[(0, 2), (4, 6)], &[&[(0, FEW)], &[(1, 5)], &[(4, 5)]], &[1, 3]),
+        (
+            &[(0, 2 * FEW_BLOCKS)],
+            &[&[(0, 2 * FEW_BLOCKS)], &[(FEW_BLOCKS, 2 * FEW_BLOCKS)], &[(0, 1), (3, 4)]],
+            &[1, 2, 3],
+        ),
+        (&[(0, 2 * FEW_BLOCKS)], &[&[(0, 4 * FEW_BLOCKS)], &[(2 * FEW_BLOCKS, 4 * FEW_BLOCKS)]], &[2]),
+        (&[(0, 2), (4, 6)], &[&[(0, FEW_BLOCKS)], &[(1, 5)], &[(4, 5)]], &[1, 3]),
     ];
     for (own, others, served) in cases {
         let (mut waiting, _answers): (VecDeque<_>, Vec<_>) =
