@@ -26,7 +26,7 @@ pub(crate) enum Incident {
     HolderReplaced,
     /// The process that reads the fork events of a user ended.
     CompanionEnded,
-    /// The search for users of ephemeral files did not end in time, or was killed.
+    /// A search process did not end in time, or, if it searches for users of ephemeral files, was killed.
     SearchLate,
 }
 

@@ -11,9 +11,8 @@ use fdmap_server::fdpass::receiver;
 use fdmap_server::files::{inode_helper, user_search};
 use fdmap_server::log_limit::Limited;
 use fdmap_server::probe::capabilities::{Availability, HostCapabilities, guard_trial};
-use fdmap_server::tracking::EventSources;
 use fdmap_server::tracking::forks::companion;
-use fdmap_server::tracking::holder;
+use fdmap_server::tracking::{EventSources, holder, loop_search, mapper_search};
 use fdmap_sys::capabilities;
 use tracing_subscriber::EnvFilter;
 
@@ -34,6 +33,12 @@ fn main() -> ExitCode {
     }
     if first == user_search::ARGUMENT {
         return user_search::main();
+    }
+    if first == loop_search::ARGUMENT {
+        return loop_search::main();
+    }
+    if first == mapper_search::ARGUMENT {
+        return mapper_search::main();
     }
     if first == guard_trial::ARGUMENT {
         return guard_trial::main();

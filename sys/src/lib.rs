@@ -11,6 +11,7 @@ pub mod fd;
 pub mod fiemap;
 pub mod inotify;
 pub mod lease;
+pub mod loop_device;
 pub mod lru;
 pub mod mapping;
 pub mod maps;

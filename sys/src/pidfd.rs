@@ -1,8 +1,9 @@
 //! pidfds, and the relations of processes: exit, parent, owner.
 
-use std::fs;
+use std::collections::BTreeSet;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt as _;
+use std::{fs, io};
 
 use nix::errno::Errno;
 use nix::libc;
@@ -267,6 +268,69 @@ pub fn all_processes() -> Result<Vec<u32>, SyscallError> {
     }
     all.sort_unstable();
     Ok(all)
+}
+
+/// Calls `read` for the first thread of a process, and for further ones until one of them has not exited after it was read:
+/// `/proc/TID` shows the mappings and descriptors of the process only while that thread runs. `None` if `read` returns that, or a read
+/// of `/proc` fails. Does not return while threads start others and exit fast enough.
+pub fn read_threads(pid: u32, mut read: impl FnMut(u32) -> Option<()>) -> Option<()> {
+    let mut seen = BTreeSet::new();
+    let mut threads = vec![pid];
+    while !threads.is_empty() {
+        for tid in threads {
+            read(tid)?;
+            if !has_exited(tid).ok()? {
+                return Some(());
+            }
+            seen.insert(tid);
+        }
+        // execve by another thread gives it the id of the first one.
+        let is_unread = |tid: &u32| !seen.contains(tid) || has_exited(*tid).is_ok_and(|exited| !exited);
+        threads = threads_of(pid).ok()?.into_iter().filter(is_unread).collect();
+    }
+    Some(())
+}
+
+/// True if a thread exits, has exited, or does not exist. False for a kernel thread.
+///
+/// # Errors
+/// `read` of `/proc/TID/stat`; `EINVAL` if it has another form.
+pub fn has_exited(tid: u32) -> Result<bool, SyscallError> {
+    /// `PF_EXITING` of `linux/sched.h`, set before the thread loses its address space.
+    const EXITING: u32 = 0x4;
+    let path = format!("/proc/{tid}/stat");
+    let stat = match fs::read(&path) {
+        Err(error) if is_absent(&error) => return Ok(true),
+        other => other.call(|| format!("read of {path}"))?,
+    };
+    // The command name before may contain parentheses and spaces itself.
+    let after = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 1..));
+    let flags = after
+        .and_then(|after| std::str::from_utf8(after).ok()?.split_ascii_whitespace().nth(6)?.parse().ok());
+    let flags: u32 = flags.ok_or(Errno::EINVAL).call(|| format!("the flags in {path}"))?;
+    Ok(flags & EXITING != 0)
+}
+
+/// Empty if the process does not exist.
+fn threads_of(pid: u32) -> Result<Vec<u32>, SyscallError> {
+    let path = format!("/proc/{pid}/task");
+    let tasks = match fs::read_dir(&path) {
+        Err(error) if is_absent(&error) => return Ok(Vec::new()),
+        other => other.call(|| format!("open of {path}"))?,
+    };
+    let mut threads = Vec::new();
+    for task in tasks {
+        let name = match task {
+            Err(error) if is_absent(&error) => break,
+            other => other.call(|| format!("readdir of {path}"))?.file_name(),
+        };
+        threads.extend(name.to_str().and_then(|name| name.parse::<u32>().ok()));
+    }
+    Ok(threads)
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    [Errno::ENOENT, Errno::ESRCH].iter().any(|errno| error.raw_os_error() == Some(*errno as i32))
 }
 
 #[cfg(test)]

@@ -1,7 +1,9 @@
 //! The service learns who maps a file from the file itself: it names processes that it could not ask, and waits for none.
 
+use std::fs::DirEntry;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use fdmap_client::Client;
 use fdmap_client::grpc::CreateFile;
@@ -9,7 +11,7 @@ use fdmap_client::proto::tracking::{Coverage, GapKind};
 use fdmap_client::proto::units::PageRange;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_tests::harness::require;
-use fdmap_tests::host::{HostLock, root, temp_dir};
+use fdmap_tests::host::{HostLock, children_of, read, root, temp_dir};
 use fdmap_tests::mapper::{LockHolder, MapperKind, MapperProgram, path_of};
 use fdmap_tests::service::{Service, named, program};
 use fdmap_tests::test;
@@ -20,6 +22,8 @@ fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
 }
 
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(60);
 const PAGE: u64 = 4096;
 const PAGES: u64 = 16;
 /// The pages that a mapper maps.
@@ -72,14 +76,33 @@ async fn assert_named(client: &Client, name: &str, pid: Option<u32>) {
 #[test(flavor = "multi_thread")]
 async fn each_untracked_mapper_is_named() {
     require(root());
-    let service = Service::start(&["--probe", "xarray"]).unwrap();
-    let client = service.client().await.unwrap();
     let program = MapperProgram::compile().unwrap();
-    for how in [MapperKind::Plain, MapperKind::LeaderEnded, MapperKind::Namespaces] {
-        let name = format!("{how:?}");
-        let file = create(&client, &service, &name).await;
-        let mapper = program.map(&path_of(&file), how).unwrap();
-        assert_named(&client, &name, Some(mapper.pid)).await;
+    for probe in ["xarray", "syscalls"] {
+        let service = Service::start(&["--probe", probe]).unwrap();
+        let client = service.client().await.unwrap();
+        for how in [MapperKind::Plain, MapperKind::LeaderEnded, MapperKind::Namespaces] {
+            let name = format!("{how:?}");
+            let file = create(&client, &service, &name).await;
+            let mapper = program.map(&path_of(&file), how).unwrap();
+            if probe == "syscalls" {
+                await_named(&client, &name, mapper.pid).await;
+            } else {
+                assert_named(&client, &name, Some(mapper.pid)).await;
+            }
+        }
+    }
+}
+
+/// Waits for a checkpoint that names this mapping: while a process of another test holds its mmap_lock, not all mappers are found. On
+/// some hosts not even root may read the maps of process 1, and others are unknown.
+async fn await_named(client: &Client, name: &str, pid: u32) {
+    let began = Instant::now();
+    loop {
+        let coverage = client.checkpoint(&named(name), true, None).await.unwrap().coverage;
+        if untracked(&coverage).contains(&(Some(pid), Some(MAPPED))) {
+            return;
+        }
+        assert!(began.elapsed() < SEARCH_TIMEOUT, "{coverage:?}");
     }
 }
 
@@ -128,6 +151,19 @@ async fn process_that_holds_its_mmap_lock_delays_no_checkpoint() {
     assert!(holder.holds(), "the lock is still held");
 }
 
+/// Threads of the service in uninterruptible sleep, and search processes.
+fn waiting_for_processes(service: u32) -> Vec<String> {
+    let status_of = |thread: std::io::Result<DirEntry>| read(thread.unwrap().path().join("status")).ok();
+    let threads = std::fs::read_dir(format!("/proc/{service}/task")).unwrap().filter_map(status_of);
+    let asleep = threads.filter(|status| status.contains("State:\tD"));
+    let names = asleep.filter_map(|status| status.lines().next().map(str::to_owned));
+    let children = children_of(service).unwrap().into_iter();
+    let searches = children
+        .filter_map(|pid| read(format!("/proc/{pid}/comm")).ok())
+        .filter(|name| name == "fdmapd-mappers\n");
+    names.chain(searches).collect()
+}
+
 #[test(flavor = "multi_thread")]
 async fn process_that_holds_its_mmap_lock_leaves_mappers_unknown_without_the_walk() {
     require(root());
@@ -135,10 +171,20 @@ async fn process_that_holds_its_mmap_lock_leaves_mappers_unknown_without_the_wal
     let client = service.client().await.unwrap();
     let file = create(&client, &service, "audited").await;
     let holder = require(LockHolder::start(&path_of(&file)));
-    // More audits than may wait for the process at once. The calls of the client have a timeout.
+    // The calls of the client have a timeout.
     for _ in 0..10 {
         let closed = client.checkpoint(&named("audited"), true, None).await.unwrap();
         assert!(has_unknown_mappers(&closed.coverage), "{:?}", closed.coverage);
+    }
+    // `fdmapd-mappers` waited, not a thread of the service, and has ended.
+    let began = Instant::now();
+    loop {
+        let waiting = waiting_for_processes(service.pid());
+        if waiting.is_empty() {
+            break;
+        }
+        assert!(began.elapsed() < RELEASE_TIMEOUT, "{waiting:?} wait for the process");
+        std::thread::sleep(Duration::from_millis(10));
     }
     assert!(holder.holds(), "the lock is still held");
 }

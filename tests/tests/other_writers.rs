@@ -4,7 +4,7 @@
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{Seek as _, SeekFrom, Write as _};
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,37 +17,49 @@ use fdmap_sys::testing::space::{self, SpaceCall};
 use fdmap_sys::testing::uring;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{output, root, temp_dir};
+use fdmap_tests::incidents;
 use fdmap_tests::layered_file::{layered_file, twice_layered_file};
 use fdmap_tests::reported::{Reported, create_file};
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use fdmap_tests::watched::{PAGE, PAGES, Watched, sized_memfd};
 use nix::fcntl::{FallocateFlags, fallocate};
-use nix::mount::{MntFlags, umount2};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use tempfile::NamedTempFile;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
 }
 
-/// Attaches a loop device to a file. Returns its path.
-fn attach(file: &File) -> String {
-    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-    output("losetup", &["--find", "--show", &path]).unwrap().trim().to_owned()
+/// A loop device that has a file, until it is dropped.
+struct LoopDevice(String);
+
+impl LoopDevice {
+    fn attach(file: &impl AsRawFd) -> Self {
+        Self::of(Path::new(&format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd())))
+    }
+
+    /// The device of the file at `path`, in the mount namespace of the calling thread.
+    fn of(path: &Path) -> Self {
+        let path = path.to_str().unwrap();
+        Self(output("losetup", &["--find", "--show", path]).unwrap().trim().to_owned())
+    }
+
+    fn write(&self, page: u64) {
+        let device = File::options().write(true).open(&self.0).unwrap();
+        device.write_all_at(&[7; PAGE as usize], page * PAGE).unwrap();
+        device.sync_all().unwrap();
+    }
 }
 
-/// A page is written through a loop device that is attached and detached between two checkpoints.
-fn write_through_loop_device(file: &File, page: u64) {
-    let device = &*attach(file);
-    let written = File::options().write(true).open(device).and_then(|device| {
-        device.write_all_at(&[7; PAGE as usize], page * PAGE)?;
-        device.sync_all()
-    });
-    output("losetup", &["--detach", device]).unwrap();
-    written.unwrap();
-    // The kernel detaches the device when its last descriptor is closed, which may take a moment.
-    let attached = PathBuf::from(device.replace("/dev/", "/sys/block/")).join("loop/backing_file");
-    while attached.exists() {
-        std::thread::yield_now();
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        output("losetup", &["--detach", &self.0]).unwrap();
+        // The kernel detaches the device when its last descriptor is closed, which may take a moment.
+        let attached = PathBuf::from(self.0.replace("/dev/", "/sys/block/")).join("loop/backing_file");
+        while attached.exists() {
+            std::thread::yield_now();
+        }
     }
 }
 
@@ -57,23 +69,113 @@ async fn loop_device_is_not_hidden_by_a_mapped_write() {
     let service = Service::start(&[]).unwrap();
     let mut watched = Watched::create(&service, "loop").await.unwrap();
     watched.store(3);
-    write_through_loop_device(&watched.file().unwrap(), 20);
+    LoopDevice::attach(&watched.file().unwrap()).write(20);
     watched.next().await.unwrap().assert_contains(20, "loop device");
     watched.next().await.unwrap();
     watched.store(5);
     watched.next().await.unwrap().assert_exact(&[5], "after the device");
 }
 
+/// Calls `work` with the path of a bind mount of `file`. Descriptors that it opens have another name.
+fn with_bound<T: Send + 'static>(file: &Path, work: impl FnOnce(&Path) -> T + Send + 'static) -> T {
+    let file = file.to_owned();
+    let worked = std::thread::spawn(move || {
+        mounts::make_private().unwrap();
+        let place = NamedTempFile::new().unwrap();
+        let none = None::<&str>;
+        mount(Some(&file), place.path(), none, MsFlags::MS_BIND, none).unwrap();
+        let result = work(place.path());
+        umount2(place.path(), MntFlags::MNT_DETACH).unwrap();
+        result
+    });
+    worked.join().unwrap()
+}
+
+/// The device is attached before the file is tracked, so that call is not traced.
+#[test(flavor = "multi_thread")]
+async fn earlier_loop_device_is_not_hidden_by_mapped_writes() {
+    require(root());
+    let service = Service::start(&[]).unwrap();
+    let memfd = sized_memfd("earlier").unwrap();
+    let shm = NamedTempFile::new_in("/dev/shm").unwrap();
+    shm.as_file().set_len(PAGES * PAGE).unwrap();
+    let by_path = OwnedFd::from(shm.reopen().unwrap());
+    let open = |place: &Path| File::options().read(true).write(true).open(place).unwrap();
+    let by_mount = OwnedFd::from(with_bound(shm.path(), open));
+    let attach_mount = || with_bound(shm.path(), LoopDevice::of);
+    let cases: [(&str, &OwnedFd, &dyn Fn() -> LoopDevice); 3] = [
+        ("memfd", &memfd, &|| LoopDevice::attach(&memfd)),
+        ("path", &by_path, &attach_mount),
+        ("mount", &by_mount, &|| LoopDevice::of(shm.path())),
+    ];
+    for (name, adopted, attach) in cases {
+        let device = attach();
+        let mut watched = Watched::adopt(&service, name, adopted).await.unwrap();
+        for page in [20, 21] {
+            watched.store(3);
+            device.write(page);
+            watched.next().await.unwrap().assert_contains(page, name);
+        }
+        drop(device);
+        watched.next().await.unwrap();
+        watched.next().await.unwrap();
+        watched.store(5);
+        watched.next().await.unwrap().assert_exact(&[5], name);
+        service.client().await.unwrap().delete(&named(name)).await.unwrap();
+    }
+}
+
+/// The device is attached before the file is tracked, and after it.
+#[test(flavor = "multi_thread")]
+async fn loop_device_on_a_file_of_overlayfs_is_not_hidden_by_other_writes() {
+    require(root());
+    let service = Service::start(&[]).unwrap();
+    for attached_before in [true, false] {
+        let (folder, _guard) = temp_dir("fdmap-layers-").unwrap();
+        let (real, layered) = layers(folder);
+        let before = attached_before.then(|| LoopDevice::attach(&layered));
+        let mut watched = Watched::adopt(&service, "layered", &real.into()).await.unwrap();
+        watched.next().await.unwrap();
+        let device = before.unwrap_or_else(|| LoopDevice::attach(&layered));
+        for page in [20, 21, 22] {
+            watched.store(3);
+            // The same thread makes a traced write.
+            watched.file().unwrap().write_all_at(b"traced", 5 * PAGE).unwrap();
+            device.write(page);
+            watched.next().await.unwrap().assert_contains(page, "loop device");
+        }
+        service.client().await.unwrap().delete(&named("layered")).await.unwrap();
+    }
+}
+
+/// A loop device on another file, even one of the same name, does not make a file conservative.
+#[test(flavor = "multi_thread")]
+async fn loop_devices_of_other_files_cost_no_exactness() {
+    require(root());
+    let service = Service::start(&[]).unwrap();
+    let [memfd, same_name] = ["memfd", "memfd"].map(|name| sized_memfd(name).unwrap());
+    let [shm, other] = [(); 2].map(|()| {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(PAGES * PAGE).unwrap();
+        OwnedFd::from(file)
+    });
+    let _devices = [&same_name, &other].map(LoopDevice::attach);
+    for (name, file) in [("memfd", &memfd), ("shm", &shm)] {
+        let mut watched = Watched::adopt(&service, name, file).await.unwrap();
+        watched.store(5);
+        watched.next().await.unwrap().assert_exact(&[5], name);
+    }
+}
+
 /// A loop device on a FUSE file whose attributes are not answered while `silent` is true.
 struct SilentLoop {
-    device: String,
+    _device: LoopDevice,
     silent: Arc<AtomicBool>,
 }
 
 impl Drop for SilentLoop {
     fn drop(&mut self) {
         self.silent.store(false, Ordering::SeqCst);
-        output("losetup", &["--detach", &self.device]).unwrap();
     }
 }
 
@@ -81,6 +183,7 @@ impl Drop for SilentLoop {
 #[test(flavor = "multi_thread")]
 async fn loop_device_whose_file_system_does_not_answer_delays_no_tracking() {
     const LONG: Duration = Duration::from_secs(5);
+    const MAX_DELAY: Duration = Duration::from_secs(1);
     require(root());
     let (folder, _guard) = temp_dir("fdmap-fuse-").unwrap();
     let (backing, silent) = (sized_memfd("behind-fuse").unwrap(), Arc::new(AtomicBool::new(false)));
@@ -94,18 +197,31 @@ async fn loop_device_whose_file_system_does_not_answer_delays_no_tracking() {
     let Some(fuse) = opened.join().unwrap() else {
         return;
     };
-    let attached = SilentLoop { device: attach(&fuse), silent: Arc::clone(&silent) };
+    let attached = SilentLoop { _device: LoopDevice::attach(&fuse), silent: Arc::clone(&silent) };
     silent.store(true, Ordering::SeqCst);
     let (known, attributes) = std::sync::mpsc::channel();
     std::thread::spawn(move || known.send(fuse.metadata().map(drop)));
     assert!(attributes.recv_timeout(Duration::from_millis(100)).is_err(), "the file system answers");
     let service = Service::start(&[]).unwrap();
     let client = service.client().await.unwrap();
-    create_file(&client, "other", PAGES * PAGE).await.unwrap();
-    let first = tokio::time::timeout(LONG, client.checkpoint(&named("other"), false, None)).await;
+    create_file(&client, "memfd", PAGES * PAGE).await.unwrap();
+    let shm = tempfile::tempfile_in("/dev/shm").unwrap();
+    shm.set_len(PAGES * PAGE).unwrap();
+    service.fdpass().unwrap().adopt(shm.as_fd(), "shm", None).unwrap();
+    let mut checkpoints = Vec::new();
+    // The search that waits for the file system is not repeated.
+    for name in ["memfd", "shm", "shm"] {
+        let file = named(name);
+        let checkpoint = client.checkpoint(&file, true, None);
+        checkpoints.push((name, tokio::time::timeout(MAX_DELAY, checkpoint).await));
+    }
+    let late = incidents::count(&service, "search-late");
     assert!(attributes.try_recv().is_err(), "the file system answers");
     drop(attached);
-    first.expect("the start of tracking waits for the file system").unwrap();
+    for (name, checkpoint) in checkpoints {
+        checkpoint.unwrap_or_else(|_| panic!("{name} waits for the file system")).unwrap();
+    }
+    assert_eq!(late, 1, "one search waits for the file system, and is not repeated");
     attributes.recv_timeout(LONG).unwrap().unwrap();
 }
 

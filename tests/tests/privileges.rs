@@ -233,7 +233,7 @@ fn receiver_that_reaches_for_a_socket_a_file_or_a_process_is_killed_and_replaced
         (session, receivers[0])
     };
     let (_session, pid) = receiver();
-    for number in [libc::SYS_unshare, libc::SYS_chdir, libc::SYS_socketpair, libc::SYS_memfd_create] {
+    for number in [libc::SYS_sync, libc::SYS_chdir, libc::SYS_socketpair, libc::SYS_memfd_create] {
         assert_eq!(inject(pid, number, [0, 0]), -i64::from(libc::ENOSYS), "call {number}");
     }
     let unix = libc::AF_UNIX.cast_unsigned().into();
@@ -244,6 +244,7 @@ fn receiver_that_reaches_for_a_socket_a_file_or_a_process_is_killed_and_replaced
         (libc::SYS_execve, [0, 0]),
         (libc::SYS_ptrace, [0, 1]),
         (libc::SYS_kill, [1, 0]),
+        (libc::SYS_unshare, [0, 0]),
     ] {
         let (_session, pid) = receiver();
         inject(pid, number, arguments);

@@ -45,9 +45,9 @@ pub(crate) fn enter_with(kept: Capabilities) -> Result<(), ConfinementError> {
     Ok(())
 }
 
-/// For a helper that reads `/proc`, which Landlock would refuse: it keeps the capabilities `kept`, opens files, and is killed at any
-/// other call that no helper makes.
-pub(crate) fn enter_proc_reader(kept: Capabilities) -> Result<(), ConfinementError> {
+/// For a helper that reads files of `/proc` or devices, which Landlock would refuse: it keeps the capabilities `kept`, may open files to
+/// read them, and is killed if it makes another of the [`calls::deadly`] calls.
+pub(crate) fn enter_file_reader(kept: Capabilities) -> Result<(), ConfinementError> {
     keep_only(kept)?;
     refuse_deadly(&[
         #[cfg(target_arch = "x86_64")]
@@ -64,30 +64,30 @@ fn keep_only(kept: Capabilities) -> Result<(), ConfinementError> {
 }
 
 /// From now on all threads of the process can make only the calls in `allowed`, and those of the Rust runtime. No thread can be
-/// started; those that exist must have reached their own code, since their start makes further calls. Others fail with ENOSYS, as on an older kernel, which libc expects of calls that it can do without. Calls that no
-/// libc would make in a helper kill the process: it starts programs, opens files or connects to a socket only if a client has
-/// taken it over.
+/// started; those that exist must have reached their own code, since their start makes further calls. Others fail with ENOSYS, as on
+/// an older kernel, which libc expects of calls that it can do without. Calls that no libc would make in a helper kill the process: it
+/// starts programs, opens files or connects to a socket only if a client has taken it over.
 ///
 /// Does nothing if the kernel lacks seccomp, which is reported as a capability.
 pub(crate) fn restrict(allowed: &[CallRule]) -> Result<(), ConfinementError> {
     let Ok(architecture) = TargetArch::try_from(std::env::consts::ARCH) else { return Ok(()) };
     let (allow, kill) = (SeccompAction::Allow, SeccompAction::KillProcess);
     let unlisted = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
-    let deadly = calls::rules(calls::DEADLY)?;
+    let deadly = calls::deadly(&[])?;
     let allowed = calls::rules(calls::RUNTIME.iter().chain(allowed))?;
     // The kernel executes the strictest action of both filters. The second one refuses the installation of others.
     install(&SeccompFilter::new(deadly, allow.clone(), kill, architecture)?.try_into()?)?;
     install(&SeccompFilter::new(allowed, unlisted, allow, architecture)?.try_into()?)
 }
 
-/// The process is killed from now on if it makes a call that no helper makes, except `needed` ones. Threads can still be started.
+/// The process is killed from now on if it makes one of the [`calls::deadly`] calls, except `needed` ones. If it may open files, it is
+/// killed if it writes, creates or truncates one by that. Threads can still be started.
 ///
 /// Does nothing if the kernel lacks seccomp.
 pub(crate) fn refuse_deadly(needed: &[libc::c_long]) -> Result<(), ConfinementError> {
     let Ok(architecture) = TargetArch::try_from(std::env::consts::ARCH) else { return Ok(()) };
-    let deadly = calls::rules(calls::DEADLY.iter().filter(|rule| !needed.contains(&rule.number())))?;
     let (allow, kill) = (SeccompAction::Allow, SeccompAction::KillProcess);
-    install(&SeccompFilter::new(deadly, allow, kill, architecture)?.try_into()?)
+    install(&SeccompFilter::new(calls::deadly(needed)?, allow, kill, architecture)?.try_into()?)
 }
 
 /// Installs a filter in all threads.

@@ -5,6 +5,7 @@ use std::process::{Command, ExitStatus};
 use std::sync::mpsc::channel;
 
 use fdmap_sys::Errno;
+use fdmap_sys::testing::calls;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::signal::Signal;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
@@ -19,6 +20,40 @@ const CALLS: &[CallRule] = &[
     call_with(libc::SYS_fcntl, 1, libc::F_GETFL.cast_unsigned()),
     call_with(libc::SYS_fcntl, 1, libc::F_GETFD.cast_unsigned()),
 ];
+
+fn signals_parent(x32: bool) -> bool {
+    calls::signal_first_thread(nix::unistd::getppid().as_raw(), x32).is_ok()
+}
+
+fn opens(flags: OFlag) -> bool {
+    nix::fcntl::open("/dev/null", flags, nix::sys::stat::Mode::empty()).is_ok()
+}
+
+/// A call of a child that only reads files. Returns true if it succeeds.
+type ReaderCall = (&'static str, fn() -> bool);
+
+/// Sends a signal to the process itself.
+const ABORT: &str = "abort";
+
+const READER_CALLS: &[ReaderCall] = &[
+    ("read a file", || std::fs::read_to_string("/proc/self/status").is_ok()),
+    ("list a folder", || std::fs::read_dir("/proc/self/fd").is_ok_and(|folder| folder.count() > 0)),
+    ("start a thread", || std::thread::spawn(|| ()).join().is_ok()),
+    ("open to write", || opens(OFlag::O_WRONLY)),
+    ("open to read and write", || opens(OFlag::O_RDWR)),
+    ("create", || opens(OFlag::O_CREAT)),
+    ("truncate", || opens(OFlag::O_TRUNC)),
+    ("delete", || std::fs::remove_file("/proc/none").is_ok()),
+    ("rename", || std::fs::rename("/proc/none", "/proc/another").is_ok()),
+    ("mount", || nix::mount::umount("/proc/none").is_ok()),
+    ("signal the parent", || nix::sys::signal::kill(nix::unistd::getppid(), None).is_ok()),
+    ("signal a thread of the parent", || signals_parent(false)),
+    #[cfg(target_arch = "x86_64")]
+    ("signal it by an x32 call", || signals_parent(true)),
+    ("send signals of a descriptor", || calls::set_signal_owner(std::io::stdin().as_fd(), 1).is_ok()),
+    (ABORT, || std::process::abort()),
+];
+const PERMITTED_READER_CALLS: usize = 3;
 
 /// A child confines itself, and then does this. Its exit code is 0 if the result is the expected one.
 fn act(action: &str) -> bool {
@@ -54,6 +89,10 @@ fn act(action: &str) -> bool {
 #[test]
 fn confined_child() {
     let Ok(action) = std::env::var(CHILD_VARIABLE) else { return };
+    if let Some(call) = READER_CALLS.iter().find(|(name, _)| *name == action) {
+        enter_file_reader(Capabilities::empty()).unwrap();
+        std::process::exit(i32::from(!call.1()));
+    }
     enter().unwrap();
     if action == OPEN_WITHOUT_FILTER {
         std::process::exit(open_files());
@@ -125,6 +164,22 @@ fn confined_process_that_reaches_out_is_killed() {
     }
     for action in ["socket", "other thread", "open", "exec"] {
         assert_eq!(confined(action).signal(), Some(Signal::SIGSYS as i32), "{action}");
+    }
+}
+
+#[test]
+fn reader_of_files_changes_none() {
+    if let Err(reason) = try_seccomp() {
+        eprintln!("not run: {reason}");
+        return;
+    }
+    let (permitted, deadly) = READER_CALLS.split_at(PERMITTED_READER_CALLS);
+    for (call, _) in permitted {
+        assert_eq!(confined(call).code(), Some(0), "{call}");
+    }
+    for (call, _) in deadly {
+        let signal = if *call == ABORT { Signal::SIGABRT } else { Signal::SIGSYS };
+        assert_eq!(confined(call).signal(), Some(signal as i32), "{call}");
     }
 }
 

@@ -15,8 +15,8 @@ use fdmap_proto::file::Lifetime;
 
 use super::registry::Registry;
 use super::service_file::ServiceFile;
+use crate::own_program::search_process::Inode;
 use search::Search;
-use users::Inode;
 
 /// Shortest time between two sweeps that an exhausted quota causes.
 const MIN_SWEEP_INTERVAL: Duration = Duration::from_secs(1);

@@ -5,6 +5,8 @@
 //! descriptor table of their own (`CLOSE_RANGE_UNSHARE`) start all processes. They handle no signals: the handler of tokio writes to a
 //! descriptor that these tables lack.
 
+pub(crate) mod reaper;
+pub(crate) mod search_process;
 mod starters;
 
 use std::ffi::OsString;
@@ -86,17 +88,25 @@ impl OwnProgram {
         self
     }
 
+    /// The same as [`Self::start_within`] some seconds.
+    ///
+    /// # Errors
+    /// The same.
+    pub(crate) fn start(self) -> io::Result<Child> {
+        self.start_within(START_TIMEOUT)
+    }
+
     /// Starts a process, and closes the descriptors here.
     ///
     /// # Errors
-    /// Those of [`Command::spawn`], `sendmsg`, and of making a thread: `socketpair`, clone, `close_range`. `TimedOut` after
-    /// [`START_TIMEOUT`]. `Other` if the thread has ended.
-    pub(crate) fn start(self) -> io::Result<Child> {
+    /// Those of [`Command::spawn`], `sendmsg`, and of making a thread: `socketpair`, clone, `close_range`. `TimedOut` after `timeout`.
+    /// `Other` if the thread has ended.
+    pub(crate) fn start_within(self, timeout: Duration) -> io::Result<Child> {
         let _operation = Operation::begin_phase("start of a helper", None, Phase::HelperStart);
         let Self { arguments, capabilities, descriptors } = self;
         let has_descriptor = descriptors.each_ref().map(Option::is_some);
         let passed = descriptors.into_iter().flatten().collect();
-        starters()?.start(Program { arguments, capabilities, has_descriptor }, passed, START_TIMEOUT)
+        starters()?.start(Program { arguments, capabilities, has_descriptor }, passed, timeout)
     }
 }
 

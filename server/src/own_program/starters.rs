@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 use fdmap_sys::process::{self, SignalsBlocked};
 use fdmap_sys::scm;
 
+use super::reaper;
+
 /// Threads that start processes. They end when this is dropped.
 pub(super) struct Starters<T> {
     /// A caller that has taken an index from `free` is the only user of that thread.
@@ -54,6 +56,9 @@ struct Job<T> {
     /// Without a buffer, so that no child stays in it when its caller has left.
     reply: SyncSender<io::Result<Child>>,
 }
+
+/// Purpose of children that were started too late.
+pub(super) const LATE: &str = "start";
 
 /// Time in which a thread closes the descriptors of others in its table.
 const READY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -171,10 +176,9 @@ fn serve<T>(jobs: &Receiver<Job<T>>, socket: &OwnedFd, start: impl Fn(T, Vec<Own
             // A packet that stayed in the queue would be that of the next job: another thread replaces this one.
             Err(_) => return,
         };
-        // The caller has left. Both calls fail only for a process that has ended.
-        if let Err(SendError(Ok(mut child))) = reply.send(started) {
-            let _ = child.kill();
-            let _ = child.wait();
+        // The caller has left.
+        if let Err(SendError(Ok(child))) = reply.send(started) {
+            reaper::kill(LATE, child);
         }
         drop(turn);
     }
@@ -278,10 +282,14 @@ mod tests {
 
         open.send(()).unwrap();
         let killed = started.recv_timeout(TIMEOUT).unwrap();
-        // The thread that is free again has reaped the process.
-        let child = starters.start(Gated(None), Vec::new(), TIMEOUT).unwrap();
-        assert!(!Path::new(&format!("/proc/{killed}")).exists(), "{killed} was left");
-        end(child);
+        // The thread is free again.
+        end(starters.start(Gated(None), Vec::new(), TIMEOUT).unwrap());
+        let began = Instant::now();
+        while Path::new(&format!("/proc/{killed}")).exists() {
+            reaper::reap();
+            assert!(began.elapsed() < TIMEOUT, "{killed} was left");
+            std::thread::yield_now();
+        }
         drop(open_too);
     }
 

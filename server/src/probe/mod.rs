@@ -31,8 +31,6 @@ mod mappers;
 #[cfg(feature = "xarray")]
 mod pins;
 #[cfg(feature = "xarray")]
-mod pool;
-#[cfg(feature = "xarray")]
 mod references;
 #[cfg(feature = "xarray")]
 mod scanner;

@@ -62,7 +62,7 @@ impl Tracker {
         let _operation = Operation::begin("start of tracking", observer.file_name(), Phase::CallSearch);
         observer.find_earlier_calls();
         let journal = Journal::create(&settings.file.name, observer.file().page_size)?;
-        let history = observer.initial_history();
+        let history = observer.initial_history(observer.loop_device_has_open());
         let tracker = Self::new(observer, State::new(settings, Generations::new(journal, charges), history));
         tracker.stamp_initial_data(unnotified_descriptors)?;
         Ok(tracker)

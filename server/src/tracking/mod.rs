@@ -47,6 +47,8 @@ pub use error::TrackingError;
 pub use mapping::MappingExtent;
 pub(crate) use observe::holder::HeldSpace;
 pub use observe::holder::{self, CallError};
+pub use observe::loop_devices::search as loop_search;
+pub use observe::mappers::search as mapper_search;
 pub use observe::{
     Charge, Charged, ChildCharges, EventSources, REQUIRED_FEATURES, forks, try_writer_threads,
 };

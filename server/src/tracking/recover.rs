@@ -124,7 +124,7 @@ impl Tracker {
         let charges = Arc::clone(&options.stamp_charges);
         let (observer, settings) = options.observe(policy, Cursors::restore(cursors))?;
         let (generations, last) = Generations::recover(journal, recovered, charges);
-        let mut state = State::new(settings, generations, observer.initial_history());
+        let mut state = State::new(settings, generations, observer.initial_history(true));
         // Address spaces mapped the file that may have ended.
         state.history.remaps.add(None);
         restore_last_checkpoint(&mut state, last);

@@ -269,6 +269,26 @@ pub fn limit_descriptors(pid: u32, limit: u64) -> Result<(), SyscallError> {
     Errno::result(set).map(drop).call(what)
 }
 
+/// `tgkill` of the first thread of a process, with signal 0; on x86-64 by the x32 ABI if `x32`.
+///
+/// # Errors
+/// `tgkill`; `ENOSYS` without the x32 ABI.
+pub fn signal_first_thread(pid: i32, x32: bool) -> Result<(), Errno> {
+    let number = if x32 { libc::SYS_tgkill | 0x4000_0000 } else { libc::SYS_tgkill };
+    // SAFETY: the call takes three numbers.
+    let sent = unsafe { libc::syscall(number, pid, pid, 0) };
+    Errno::result(sent).map(drop)
+}
+
+/// `fcntl(F_SETOWN)`: signals of the descriptor are for this process.
+///
+/// # Errors
+/// `fcntl`
+pub fn set_signal_owner(fd: BorrowedFd<'_>, pid: i32) -> Result<(), Errno> {
+    // SAFETY: the call takes numbers.
+    Errno::result(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETOWN, pid) }).map(drop)
+}
+
 /// `fork`, with the descriptor table in common. Returns the child's pid, and 0 in the child.
 ///
 /// # Safety

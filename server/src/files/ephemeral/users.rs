@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 
+use fdmap_sys::Errno;
 use fdmap_sys::maps::Maps;
-use fdmap_sys::pidfd::all_processes;
+use fdmap_sys::pidfd::{all_processes, read_threads};
 
-/// `st_dev` and `st_ino`.
-pub(super) type Inode = (u64, u64);
+use crate::own_program::search_process::Inode;
 
 /// The inodes of memfds that any process has open or mapped. Ignores the processes `own`, and the descriptors (but not the mappings)
 /// of `store_process`. Calls `next` before it reads a process. Returns `None` if the kernel denies a read. May wait for any
@@ -19,28 +19,22 @@ pub(super) fn inodes_in_use(
     mut next: impl FnMut(u32),
 ) -> Option<BTreeSet<Inode>> {
     let mut in_use = BTreeSet::new();
-    for pid in all_processes().ok()?.into_iter().filter(|pid| !own.contains(pid)) {
-        next(pid);
-        add_process(pid, store_process != pid, &mut in_use)?;
-    }
-    Some(in_use)
-}
-
-/// Adds the mappings of one process, and its descriptors if `descriptors`. Returns `None` if the kernel denies a read.
-fn add_process(pid: u32, descriptors: bool, in_use: &mut BTreeSet<Inode>) -> Option<()> {
-    add_thread(pid, descriptors, in_use)?;
-    // /proc/PID shows the files of the first thread: none once that thread has exited, while other threads still run.
-    if has_exited(pid) {
-        let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-        let threads = tasks.filter_map(|task| task.file_name().to_str()?.parse().ok());
-        for tid in threads.filter(|tid| *tid != pid) {
-            add_thread(tid, descriptors, in_use)?;
+    let mut seen: BTreeSet<u32> = own.iter().copied().collect();
+    loop {
+        let listed = all_processes().ok()?;
+        let unseen: Vec<_> = listed.into_iter().filter(|pid| seen.insert(*pid)).collect();
+        // A process that ended or executed a program before it was read may have left its memory to one that was not listed.
+        if unseen.is_empty() {
+            return Some(in_use);
+        }
+        for pid in unseen {
+            next(pid);
+            read_threads(pid, |tid| add_thread(tid, store_process != pid, &mut in_use))?;
         }
     }
-    Some(())
 }
 
-/// The same for one thread: the kernel has a `/proc/TID` for every thread.
+/// Adds the mappings that `/proc/TID` shows, and the descriptors if `descriptors`. Returns `None` if the kernel denies a read.
 fn add_thread(tid: u32, descriptors: bool, in_use: &mut BTreeSet<Inode>) -> Option<()> {
     if descriptors {
         let alive = || fs::exists(format!("/proc/{tid}")).unwrap_or(true);
@@ -56,18 +50,14 @@ fn add_thread(tid: u32, descriptors: bool, in_use: &mut BTreeSet<Inode>) -> Opti
             }
         }
     }
-    // Kernel threads and zombies have no mappings.
-    let vmas = Maps::open(tid).and_then(|maps| maps.all()).unwrap_or_default();
+    let vmas = match Maps::open(tid).and_then(|maps| maps.all()) {
+        // Kernel threads have no mappings, and neither have threads that exit. A process that not even root may trace, as process 1 of
+        // some hosts, counts as no user.
+        Err(error) if matches!(error.errno, Errno::ENOENT | Errno::ESRCH | Errno::EACCES) => Vec::new(),
+        other => other.ok()?,
+    };
     in_use.extend(vmas.into_iter().filter(|vma| vma.inode != 0).map(|vma| (vma.device, vma.inode)));
     Some(())
-}
-
-/// True for a zombie. False if the process does not exist.
-fn has_exited(pid: u32) -> bool {
-    let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The state follows the command name, which may contain parentheses itself.
-    let end = stat.iter().rposition(|byte| *byte == b')');
-    end.and_then(|end| stat.get(end + 2)).is_some_and(|state| matches!(state, b'Z' | b'X'))
 }
 
 #[cfg(test)]
@@ -77,7 +67,7 @@ mod tests {
     use std::process::{Command, Stdio};
     use std::time::{Duration, Instant};
 
-    use fdmap_sys::{fd, memfd};
+    use fdmap_sys::{fd, memfd, pidfd};
 
     use super::*;
 
@@ -122,11 +112,13 @@ ctypes.CDLL(None).syscall(SYS_exit, 0)
             })
             .collect();
         let until = Instant::now() + Duration::from_secs(20);
-        while !has_exited(pid) && Instant::now() < until {
+        let has_exited = || pidfd::has_exited(pid).unwrap();
+        while !has_exited() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
         let (mut all, mut mapped) = (BTreeSet::new(), BTreeSet::new());
-        let found = (has_exited(pid), add_process(pid, true, &mut all), add_process(pid, false, &mut mapped));
+        let add = |descriptors, in_use: &mut _| read_threads(pid, |tid| add_thread(tid, descriptors, in_use));
+        let found = (has_exited(), add(true, &mut all), add(false, &mut mapped));
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(found, (true, Some(()), Some(())));

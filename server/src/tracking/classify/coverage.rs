@@ -72,7 +72,10 @@ pub(crate) fn coverage(census: WriterCensus<'_>, policy: CoveragePolicy) -> (Unt
     let found = to_u64(audit.mappers.len());
     let unknown = match audit.completeness {
         Completeness::Complete => false,
-        Completeness::Counted { incomplete } => writable_vmas.map_or(incomplete, |writable| writable > found),
+        // A mapping that was found twice, or is newer than the count, can stand for one that was not found.
+        Completeness::Counted { incomplete } => {
+            incomplete || writable_vmas.is_some_and(|writable| writable > found)
+        }
         Completeness::Unknown => true,
     };
     if unknown {

@@ -16,19 +16,13 @@ impl Devices {
     }
 
     /// True if a loop device may have written to the file since the last observation. `attached`: a call attached the file to a
-    /// device, or may have; `None`: calls are not traced. `has_open`: a loop device has it open now, which takes long to find out.
-    pub(crate) fn update(
-        &mut self,
-        attached: Option<bool>,
-        ctime_changed: bool,
-        has_open: impl Fn() -> bool,
-    ) -> bool {
+    /// device, or may have. `may_be_new`: a device may have it open without such a call. `has_open`: a loop device has it open now,
+    /// which takes long to find out.
+    pub(crate) fn update(&mut self, attached: bool, may_be_new: bool, has_open: impl Fn() -> bool) -> bool {
         let before = self.loop_device;
-        // Without traced calls, ctime shows that a device may have begun to write.
-        let may_be_new = attached.unwrap_or(ctime_changed);
-        self.loop_device = (before || may_be_new) && has_open();
-        self.pins |= attached == Some(true);
-        before || self.loop_device || attached == Some(true)
+        self.loop_device = (before || attached || may_be_new) && has_open();
+        self.pins |= attached;
+        before || self.loop_device || attached
     }
 
     /// True if a device may pin any page of the file.
@@ -51,24 +45,24 @@ mod tests {
         let (yes, no) = (|| true, || false);
         let unread = || panic!("the loop devices need not be read");
         let mut devices = Devices::default();
-        assert!(!devices.update(Some(false), true, unread));
-        assert!(devices.update(Some(true), false, no), "attached and detached meanwhile");
+        assert!(!devices.update(false, false, unread));
+        assert!(devices.update(true, false, no), "attached and detached meanwhile");
         assert!(devices.may_pin());
-        assert!(!devices.update(Some(false), true, unread));
-        assert!(devices.update(Some(true), false, yes));
-        assert!(devices.update(Some(false), false, yes));
-        assert!(devices.update(Some(false), false, no), "it wrote until it was detached");
-        assert!(!devices.update(Some(false), false, unread));
-        assert!(Devices::starting_with(true).update(Some(false), false, no));
+        assert!(!devices.update(false, false, unread));
+        assert!(devices.update(true, false, yes));
+        assert!(devices.update(false, false, yes));
+        assert!(devices.update(false, false, no), "it wrote until it was detached");
+        assert!(!devices.update(false, false, unread));
+        assert!(Devices::starting_with(true).update(false, false, no));
     }
 
     #[test]
-    fn untraced_loop_device_is_looked_for_when_ctime_changed() {
+    fn loop_device_is_looked_for_when_it_may_be_new() {
         let mut devices = Devices::default();
-        assert!(!devices.update(None, false, || panic!("the inode is unchanged")));
-        assert!(!devices.update(None, true, || false));
-        assert!(devices.update(None, true, || true));
-        assert!(devices.update(None, false, || true));
+        assert!(!devices.update(false, false, || panic!("none can be new")));
+        assert!(!devices.update(false, true, || false));
+        assert!(devices.update(false, true, || true));
+        assert!(devices.update(false, false, || true));
         assert!(!devices.may_pin());
     }
 
@@ -76,8 +70,8 @@ mod tests {
     fn device_may_pin_pages_until_none_is_pinned() {
         assert!(Devices::starting_with(false).may_pin(), "nothing is known yet");
         let mut devices = Devices::default();
-        devices.update(Some(true), false, || false);
-        devices.update(Some(false), false, || false);
+        devices.update(true, false, || false);
+        devices.update(false, false, || false);
         assert!(devices.may_pin());
         devices.no_page_is_pinned();
         assert!(!devices.may_pin());

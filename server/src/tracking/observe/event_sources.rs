@@ -7,6 +7,8 @@ use fdmap_sys::SyscallError;
 
 use super::forks::{Companions, Forks};
 use super::holder::{FindCounter, Holders, Worker};
+use super::loop_devices::LoopDevices;
+use super::mappers::MapperSearch;
 use super::modify_events::ModifyEvents;
 use super::own_calls::CallCounter;
 use super::space_events::{SpaceSubscription, SpaceTracer};
@@ -27,6 +29,8 @@ pub struct EventSources {
     trace: OnceLock<Result<WriteTracer, String>>,
     fine_ctime: bool,
     spaces: Arc<SpaceTracing>,
+    loop_devices: LoopDevices,
+    mapper_search: MapperSearch,
 }
 
 /// Traces events of address spaces, from when that is first needed.
@@ -86,6 +90,8 @@ impl EventSources {
             trace: OnceLock::new(),
             fine_ctime: ctime_is_fine(),
             spaces,
+            loop_devices: LoopDevices::new(worker),
+            mapper_search: MapperSearch::new(worker),
         })
     }
 
@@ -141,6 +147,16 @@ impl EventSources {
     /// The reader of the fork events of a user's processes; `None`: disabled or unavailable.
     pub(crate) fn forks(&self, user: u32) -> Option<Arc<Forks>> {
         self.companions.of_user(user)
+    }
+
+    /// The search for the files of loop devices.
+    pub(super) const fn loop_devices(&self) -> &LoopDevices {
+        &self.loop_devices
+    }
+
+    /// The search for mappers of a file in the maps of all processes.
+    pub(super) const fn mapper_search(&self) -> &MapperSearch {
+        &self.mapper_search
     }
 
     /// Whether processes or threads do the work of helpers.

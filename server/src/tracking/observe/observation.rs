@@ -184,7 +184,7 @@ pub(crate) struct MapperAudit {
 pub(crate) enum Completeness {
     /// The VMAs were read from the file: all of them are listed.
     Complete,
-    /// The maps of processes were read. All mappers are listed if there are as many as the kernel counts.
+    /// The maps of processes were read. All mappers are listed if each process was read, and there are as many as the kernel counts.
     Counted {
         /// Some processes are not listed, or their maps are not readable.
         incomplete: bool,

@@ -20,6 +20,7 @@ use super::forks::ForkSubscription;
 use super::holder::{CallError, HeldSpace};
 use super::kernel_objects::KernelObjects;
 use super::kernel_writers::KernelWriters;
+use super::mappers;
 use super::modify_events::{Signals, Watch};
 use super::observation::{
     EndedMapping, FileTraits, MapperAudit, Modifiers, Observation, PinScan, PinnedPages,
@@ -27,7 +28,6 @@ use super::observation::{
 use super::remaps::{RemapCounts, RemapHistory, Remaps};
 use super::trace::FollowedId;
 use super::traced_calls::{self, OtherCallHistory, TakenCalls};
-use super::{loop_devices, mappers};
 use crate::probe::{KernelAddress, MapperWalk, PinKind, Probe, ScanError, ScanTarget};
 use crate::scan::{ScanCoalescer, ScanSource};
 use crate::tracking::baseline::InodeBaseline;
@@ -110,13 +110,13 @@ impl Observer {
         })
     }
 
-    /// The counters from which the first observation starts.
-    pub(crate) fn initial_history(&self) -> SignalHistory {
+    /// The counters from which the first observation starts. `loop_device`: a loop device has the file open, or may have.
+    pub(crate) fn initial_history(&self, loop_device: bool) -> SignalHistory {
         let trace = self.sources.trace().filter(|_| self.traced.is_some());
         let other_calls = trace.map_or_else(OtherCallHistory::default, |trace| {
             OtherCallHistory::starting_at(trace.host_counters(), monotonic_ns())
         });
-        let devices = Devices::starting_with(self.loop_device_has_open());
+        let devices = Devices::starting_with(loop_device);
         let remaps = self.sources.trace().map_or_else(RemapHistory::default, |trace| {
             let counts = RemapCounts { calls: trace.remaps(), forgotten: trace.forgotten_remaps() };
             RemapHistory::starting_at(counts)
@@ -196,9 +196,10 @@ impl Observer {
         let inode = self.inode()?;
         let (modifiers, signals_lost, calls) = self.take_writes(history, now_ns);
         let ctime_changed = inode.ctime != baseline.ctime;
-        let attached = calls.as_ref().map(|calls| calls.attached);
+        let attached = calls.as_ref().is_some_and(|calls| calls.attached);
         let permanently_attached = calls.as_ref().is_some_and(|calls| calls.permanently_attached);
-        let loop_device = history.devices.update(attached, ctime_changed, || self.loop_device_has_open());
+        let may_be_new = ctime_changed && (calls.is_none() || self.has_unobserved_overlay());
+        let loop_device = history.devices.update(attached, may_be_new, || self.loop_device_has_open());
         let mut calls = calls.map(|calls| calls.writes);
         let uncounted_forks = spaces.has_uncounted_forks() && tasks_were_created(history);
         if spaces.take_fork_events_due(self.file.page_size) || uncounted_forks {
@@ -324,7 +325,7 @@ impl Observer {
 
     /// The writable mappings in all processes.
     pub(crate) fn find_mappers(&self) -> MapperAudit {
-        mappers::find(&*self.probe, self.source().fd.as_fd(), self.file)
+        mappers::find(&*self.probe, self.source().fd.as_fd(), self.file, self.sources.mapper_search())
     }
 
     /// Finds the kernel objects by which [`Self::find_mappers`] identifies address spaces.
@@ -332,9 +333,16 @@ impl Observer {
         KernelObjects(&*self.probe)
     }
 
-    /// True if a loop device may have the file open.
-    fn loop_device_has_open(&self) -> bool {
-        loop_devices::any_has_open(self.source().fd.as_fd())
+    /// True if a loop device can write to the file through overlayfs without an event or a traced call.
+    fn has_unobserved_overlay(&self) -> bool {
+        self.traits.origin == memfd::FileOrigin::Mounted
+            && !self.sources.loop_devices().overlayfs_raises_events()
+    }
+
+    /// True if a loop device has the file open, or if this is unknown.
+    pub(crate) fn loop_device_has_open(&self) -> bool {
+        let MappedFile { device, inode, .. } = self.file;
+        self.sources.loop_devices().any_has_open(self.source().fd.as_fd(), (device, inode))
     }
 
     /// The pages of the normalized set `wanted` that hold data.

@@ -68,7 +68,7 @@ fn mappers_are_unknown_if_the_kernel_counts_more_or_processes_are_hidden() {
     let tracked = [(7, range(0x1000, 0x2000))];
     for (writable, incomplete, unknown) in [
         (Some(1), false, false),
-        (Some(1), true, false),
+        (Some(1), true, true),
         (Some(0), false, false),
         (Some(2), false, true),
         (None, false, false),

@@ -1,33 +1,43 @@
 //! The writable mappings of a file in all processes.
 //!
 //! They are read from the file itself: a walk over its VMAs asks no process, and is exact. Only where the kernel does not permit
-//! the walk, or its VMAs change during every walk, the maps of all processes are read. That takes long, may wait for a process
-//! that holds its mmap_lock, and misses processes of other pid namespaces.
+//! the walk, or its VMAs change during every walk, a process of its own reads the maps of all processes: [`search`]. That takes long,
+//! and misses processes of other pid namespaces, and those that hold their mmap_lock.
 //!
 //! All this is needed only if the kernel's count of writable mappings is unknown, or differs from the number of tracked ones.
 
 mod audit;
+pub mod search;
 
 use std::os::fd::BorrowedFd;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use fdmap_proto::error_chain;
 use fdmap_proto::units::PageRange;
-use fdmap_sys::Errno;
-use fdmap_sys::address::AddressRange;
-use fdmap_sys::maps::{Maps, may_write};
-use fdmap_sys::pidfd::{all_processes, is_in_initial_pid_namespace};
+use fdmap_sys::pidfd::is_in_initial_pid_namespace;
 
-use self::audit::{Audited, Unreadable};
+use self::audit::Audited;
+use self::search::WritableMapping;
+use super::holder::Worker;
 use super::observation::{Completeness, Mapper, MapperAudit};
+use crate::own_program::search_process::SearchProcesses;
 use crate::probe::{FileVma, MapperWalk, Probe};
 use crate::tracking::mapping::MappedFile;
 
-/// Time in which the maps of all processes must be read. A process that holds its mmap_lock delays that.
-const AUDIT_TIMEOUT: Duration = Duration::from_millis(500);
+/// Time for a search, from when it waits for others.
+const SEARCH_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Searches at the same time.
+const MAX_SEARCHES: usize = 16;
 
 /// Finds the writable mappings of `file`; `fd` is a descriptor of it.
-pub(crate) fn find(probe: &dyn Probe, fd: BorrowedFd<'_>, file: MappedFile) -> MapperAudit {
+pub(super) fn find(
+    probe: &dyn Probe,
+    fd: BorrowedFd<'_>,
+    file: MappedFile,
+    search: &MapperSearch,
+) -> MapperAudit {
+    let audit = |file| search.audit(file);
     match probe.mappers(fd) {
         Ok(MapperWalk::Found(vmas)) => {
             let writable = vmas.iter().filter(|vma| vma.writable);
@@ -49,30 +59,41 @@ fn mapper(vma: &FileVma, file: MappedFile) -> Mapper {
     Mapper { pid: vma.pid, range: vma.range, pages, mm: Some(vma.mm), userfaultfd: vma.userfaultfd }
 }
 
-/// Reads the maps of every process of this pid namespace, until the deadline.
-fn audit(file: MappedFile) -> MapperAudit {
-    let deadline = Instant::now() + AUDIT_TIMEOUT;
-    let processes = all_processes();
-    // Outside the initial pid namespace, further processes may exist.
-    let unlisted = !is_in_initial_pid_namespace() || processes.is_err();
-    let read = move |pid| mappers_in(pid, file);
-    let Audited { found, incomplete } = audit::all(processes.unwrap_or_default(), deadline, read);
-    MapperAudit { mappers: found, completeness: Completeness::Counted { incomplete: incomplete || unlisted } }
+/// Finds the mappers of a file in the maps of all processes.
+#[derive(Debug)]
+pub(super) struct MapperSearch {
+    worker: Worker,
+    search: SearchProcesses,
 }
 
-/// The writable mappings of one process. A process that has exited has none.
-fn mappers_in(pid: u32, file: MappedFile) -> Result<Vec<Mapper>, Unreadable> {
-    let vmas = match Maps::open(pid).and_then(|maps| maps.shared_of(file.device, file.inode)) {
-        Ok(vmas) => vmas,
-        // The process has exited, or is a kernel thread.
-        Err(error) if matches!(error.errno, Errno::ENOENT | Errno::ESRCH) => return Ok(Vec::new()),
-        Err(_) => return Err(Unreadable),
-    };
-    // A mapping without proof that it cannot be written counts as writable.
-    let writable = vmas.iter().filter(|vma| vma.writable || may_write(pid, vma).unwrap_or(true));
-    let mapper = |range: AddressRange, offset| {
-        let pages = PageRange::at(file.page_size.page_at(offset), range.len() / file.page_size.bytes());
-        Mapper { pid: Some(pid), range, pages, mm: None, userfaultfd: None }
-    };
-    Ok(writable.map(|vma| mapper(vma.range, vma.offset)).collect())
+impl MapperSearch {
+    pub(super) fn new(worker: Worker) -> Self {
+        Self {
+            worker,
+            search: SearchProcesses::new("the mappers of a file", search::KEPT, MAX_SEARCHES, Duration::ZERO),
+        }
+    }
+
+    fn audit(&self, file: MappedFile) -> MapperAudit {
+        let Audited { found, incomplete } = self.read_all(file);
+        // Outside the initial pid namespace, further processes may exist.
+        let incomplete = incomplete || !is_in_initial_pid_namespace();
+        let mapper = |found: WritableMapping| {
+            let pages = found.range.len() / file.page_size.bytes();
+            let pages = PageRange::at(file.page_size.page_at(found.offset), pages);
+            Mapper { pid: Some(found.pid), range: found.range, pages, mm: None, userfaultfd: None }
+        };
+        let mappers = found.into_iter().map(mapper).collect();
+        MapperAudit { mappers, completeness: Completeness::Counted { incomplete } }
+    }
+
+    fn read_all(&self, MappedFile { device, inode, .. }: MappedFile) -> Audited<WritableMapping> {
+        if self.worker == Worker::Thread {
+            return search::read_all((device, inode));
+        }
+        let numbers = [u64::from(std::process::id()), device, inode].map(|number| number.to_string());
+        let arguments = [search::ARGUMENT, &numbers[0], &numbers[1], &numbers[2]];
+        let nothing = || Audited { found: Vec::new(), incomplete: true };
+        self.search.search(arguments, SEARCH_TIMEOUT, search::parse).unwrap_or_else(nothing)
+    }
 }
