@@ -94,6 +94,8 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     let keep = KeepPolicy::new(config.allow_keep.clone());
     let service =
         Service::new(host, probe, event_sources, config.limits.limits(), keep, config.fdpass_path());
+    // Ends with the runtime.
+    runtime.spawn(watchdog::run());
     restore(&service, inherited);
     let event_sources = Arc::clone(service.event_sources());
     let result = runtime.block_on(serve(config, service));
@@ -141,8 +143,6 @@ async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError
     let mut grpc = tokio::spawn(rpc::serve(Arc::clone(&service), listeners, shutdown.clone()));
     let serving = fdpass::serve(Arc::clone(&service), fdpass, receivers, refuser, shutdown.clone());
     let mut fdpass = tokio::spawn(serving);
-    // Ends with the runtime.
-    tokio::spawn(watchdog::run());
     let sweeper = tokio::spawn(sweep_periodically(Arc::clone(&service), shutdown));
 
     tracing::info!(
@@ -206,7 +206,11 @@ async fn sweep_periodically(service: Arc<Service>, shutdown: Shutdown) {
             () = tokio::time::sleep(interval) => {
                 let service = Arc::clone(&service);
                 // A failed sweep is repeated at the next interval.
-                let _ = tokio::task::spawn_blocking(move || service.sweep()).await;
+                let sweep = move || {
+                    own_program::reaper::reap();
+                    service.sweep();
+                };
+                let _ = tokio::task::spawn_blocking(sweep).await;
             }
             () = &mut stopping => return,
         }

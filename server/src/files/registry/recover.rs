@@ -14,6 +14,7 @@ use super::super::{Caller, FileError, RestoreError, TrackedQuota};
 use super::Registry;
 use super::index::Reservation;
 use crate::tracking::RecoveredFile;
+use crate::watchdog::{Operation, Phase};
 
 impl Registry {
     /// Recovers a file with its generations. The owner is charged without regard to the limits; so are, by `tracked`, the users of
@@ -27,6 +28,8 @@ impl Registry {
         tracked: &TrackedQuota,
     ) -> Result<Arc<ServiceFile>, RestoreError> {
         let info = recovered.info.clone();
+        let name = OwnedName { name: info.name.clone(), uid: info.access.uid };
+        let _operation = Operation::begin("recovery", &name.to_string().into(), Phase::Journal);
         let stat = fd::stat(&recovered.file).map_err(FileError::from)?;
         let key = InodeKey::of(recovered.file.as_fd()).map_err(FileError::from)?;
         let owner = Caller { uid: info.access.uid, gid: info.access.gid, groups: Vec::new(), admin: true };
