@@ -180,8 +180,7 @@ const OLDER_DEADLY: &[CallRule] = &[
 const OLDER_DEADLY: &[CallRule] = &[];
 
 /// The rules of calls for which a helper is killed, except `needed` ones: they reach other processes, files, sockets or namespaces. If it
-/// may open files, it may only read them. A process that may make tgkill can send signals to itself, as abort(3)
-/// does.
+/// may open files, it may only read them. tgkill of the process itself is no such call: abort(3) makes it.
 pub(super) fn deadly(needed: &[libc::c_long]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendError> {
     let is_needed = |rule: &&CallRule| needed.contains(&rule.number);
     let unneeded = DEADLY.iter().chain(OLDER_DEADLY).filter(|rule| !is_needed(rule));

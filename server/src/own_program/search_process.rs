@@ -20,7 +20,7 @@ use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
 use crate::pool::Pool;
 
-/// Of processes that were started too late, were killed, and have not ended.
+/// No search starts while this many processes that were started too late, and killed, have not ended.
 const MAX_LATE_CHILDREN: usize = 16;
 
 /// No process may write more.

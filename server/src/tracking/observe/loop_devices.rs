@@ -18,7 +18,7 @@ use fdmap_sys::{Errno, SyscallError};
 use super::holder::Worker;
 use crate::own_program::search_process::{self, Inode, SearchProcesses};
 
-/// For a search, which takes some 10 ms, and for the end of another one before.
+/// For a search, which takes some milliseconds, and for the end of another one before.
 const SEARCH_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// After a failed search, so that a file system that does not answer delays few checkpoints.

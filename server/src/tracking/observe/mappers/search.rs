@@ -31,7 +31,7 @@ const READ_TIMEOUT: Duration = Duration::from_millis(400);
 /// The search ends if no thread returns a process for this time: then each of them waits for one that blocks.
 const STALL_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// The service learns of no more.
+/// An answer has no more, and is incomplete then.
 const MAX_MAPPINGS: usize = 65_536;
 
 /// A writable shared mapping of the file.
