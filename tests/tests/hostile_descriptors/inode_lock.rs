@@ -247,6 +247,24 @@ fn service_ends_during_the_attack_and_owners_get_their_inodes_back() {
     assert_eq!((ownership(&adopted.0), ownership(&refused.0)), (ATTACKERS, ATTACKERS));
 }
 
+/// Since Linux 6.5, no probe takes the lock.
+#[test]
+fn page_states_of_a_file_whose_inode_is_locked_wait_for_nothing() {
+    require(root());
+    for probe in ["xarray", "syscalls"] {
+        let mut service =
+            Service::start_with_fd_store(&["--group", &GROUP.to_string(), "--probe", probe]).unwrap();
+        let mut holder = created(&service, "held");
+        holder.hold_inode().unwrap();
+        for arguments in [&["pages", "held"][..], &["checkpoint", "held"], &["stat", "held"]] {
+            assert_ok(&service, ATTACKER, arguments);
+        }
+        assert_others_served(&service, probe);
+        assert_restarts(&mut service);
+        holder.release().unwrap();
+    }
+}
+
 /// A size that may still be set is charged, and a former one until the new one is set.
 #[test]
 fn late_resize_is_charged_until_its_result_is_known() {

@@ -1,10 +1,12 @@
 //! Operations that take over 1 s are logged while they run: with their phase, their file, and the process that they wait for.
 
+use std::os::fd::AsFd as _;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use fdmap_sys::fd::write_at;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
 use fdmap_tests::mapper::{LockHolder, path_of};
@@ -59,21 +61,22 @@ fn assert_fields(line: &str, fields: &[&str]) {
     }
 }
 
-/// lseek(2) of the syscalls probe waits for a process that holds the lock of the inode.
+/// mincore(2) of the syscalls probe takes at least 100 µs for each block that holds a page.
 #[test(flavor = "multi_thread")]
-async fn scan_that_waits_for_the_lock_of_an_inode_is_logged() {
+async fn scan_of_many_blocks_is_logged() {
+    const BLOCKS: u64 = 40_000;
+    const BLOCK_BYTES: u64 = 16 << 20;
     require(root());
     let service = Service::start(&["--probe", "syscalls"]).unwrap();
-    create_file(&service.client().await.unwrap(), "ram", 64 << 10).await.unwrap();
+    create_file(&service.client().await.unwrap(), "ram", BLOCKS * BLOCK_BYTES).await.unwrap();
     let (file, _) = service.fdpass().unwrap().open(&named("ram"), true).unwrap();
-    let mut holder = require(LockHolder::prepare_as(&path_of(&file), 65534));
-    holder.write(0, 1).unwrap();
-    holder.hold_inode().unwrap();
+    for block in 0..BLOCKS {
+        write_at(file.as_fd(), block * BLOCK_BYTES, b"x").unwrap();
+    }
     let mut command = fdmap_as(&service, 0).unwrap();
     let mut scan = command.args(["pages", "ram"]).stdout(Stdio::null()).spawn().unwrap();
     assert_fields(&logged(&service, SLOW, "Scan"), &["phase=page-states", "after=", "others="]);
     assert_eq!(line_of(&service, ENDED, "Scan"), None);
-    holder.release().unwrap();
     assert!(scan.wait().unwrap().success());
     assert_fields(&logged(&service, ENDED, "Scan"), &["phase=page-states", "after="]);
 }

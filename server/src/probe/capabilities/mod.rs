@@ -73,7 +73,11 @@ impl HostCapabilities {
              with CAP_BPF and CAP_PERFMON on x86-64",
         )));
         capabilities.extend(writes::capabilities(page_size, event_sources));
-        capabilities.push(capability_of("cachestat", &try_cachestat(&file), ""));
+        capabilities.push(capability_of(
+            "cachestat",
+            &try_cachestat(&file),
+            "scans by the syscalls probe that wait for no process: it uses lseek, which waits while a process holds the lock of a file's inode",
+        ));
         capabilities.push(capability_of(
             "seal-future-write",
             &try_future_write_seal().map_err(|e| error_chain(&e)),

@@ -1,10 +1,13 @@
 use std::os::fd::{AsFd, OwnedFd};
 
-use fdmap_proto::units::PageSize;
+use fdmap_proto::units::{PageIndex, PageSize};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{fd, memfd};
+use nix::fcntl::{FallocateFlags, fallocate};
 
+use super::seek::{by_extent, by_page};
 use super::*;
+use crate::pages::Block;
 
 const PAGE: u64 = 4096;
 
@@ -29,25 +32,71 @@ fn data_pages(out: &ScanOutput) -> Vec<u64> {
     out.blocks.iter().flat_map(pages).collect()
 }
 
+fn scan(file: &OwnedFd, file_pages: u64, pages: PageRange) -> ScanOutput {
+    let mut out = ScanOutput::default();
+    let range = BlockRange::around(pages);
+    SyscallsProbe
+        .scan(&target(file, file_pages), range, ScanOptions::default(), &|| false, &mut out)
+        .unwrap();
+    out
+}
+
 #[test]
-fn both_methods_find_the_same_data() {
+fn all_methods_find_the_same_data() {
     let data: Vec<u64> = (0..20_000).filter(|page| page % 7 == 0 || (4096..8192).contains(page)).collect();
     let file = file(20_000, &data);
     let target = target(&file, 20_000);
     let range = BlockRange::around(PageRange::first(20_000));
-    let (mut extent, mut page) = (ScanOutput::default(), ScanOutput::default());
+    let (mut extent, mut page, mut counts) =
+        (ScanOutput::default(), ScanOutput::default(), ScanOutput::default());
     by_extent(&target, range, &|| false, &mut extent).unwrap();
     by_page(&target, range, &|| false, &mut page).unwrap();
     assert_eq!(data_pages(&extent), data);
     assert_eq!(extent.blocks, page.blocks);
+    if counts::are_available(file.as_fd()) {
+        counts::scan(&target, range, &|| false, &mut counts).unwrap();
+        assert_eq!(counts.blocks, page.blocks);
+    }
+}
+
+#[test]
+fn allocated_pages_are_holes_until_they_are_written() {
+    let file = file(9000, &[1, 5000]);
+    let writable = fd::reopen(file.as_fd(), true).unwrap();
+    let allocated = (4096 * PAGE).cast_signed();
+    fallocate(&writable, FallocateFlags::empty(), 0, allocated).unwrap();
+    assert_eq!(data_pages(&scan(&file, 9000, PageRange::first(9000))), [1, 5000]);
+}
+
+#[test]
+fn sparse_file_of_exabytes_is_scanned_at_once() {
+    let pages = 1 << 50;
+    let file = memfd::create("syscalls-probe", None).unwrap();
+    memfd::resize(file.as_fd(), pages * PAGE).unwrap();
+    let writable = fd::reopen(file.as_fd(), true).unwrap();
+    let data = [0, 70_000 * BLOCK_PAGES + 5, pages - 1];
+    for page in data {
+        fd::write_at(writable.as_fd(), page * PAGE, b"x").unwrap();
+    }
+    let file = fd::reopen_for_probe(file.as_fd()).unwrap();
+    if counts::are_available(file.as_fd()) {
+        assert_eq!(data_pages(&scan(&file, pages, PageRange::first(pages))), data);
+    }
+}
+
+#[test]
+fn runs_of_bits_are_found() {
+    for expected in [&[][..], &[(0, 4096)], &[(0, 1), (63, 65), (100, 4000), (4095, 4096)], &[(64, 128)]] {
+        let mut plane = [0; 64];
+        expected.iter().for_each(|(start, end)| set(&mut plane, *start, *end));
+        assert_eq!(counts::runs(&plane), expected);
+    }
 }
 
 #[test]
 fn small_range_is_scanned_without_the_rest_of_the_file() {
     let file = file(100_000, &[3, 5000, 5001, 99_999]);
-    let mut out = ScanOutput::default();
-    let range = BlockRange::around(PageRange::at(PageIndex(5000), 1));
-    SyscallsProbe.scan(&target(&file, 100_000), range, ScanOptions::default(), &|| false, &mut out).unwrap();
+    let out = scan(&file, 100_000, PageRange::at(PageIndex(5000), 1));
     assert_eq!(data_pages(&out), [5000, 5001]);
     assert!(out.uncertainty.is_empty());
 }
@@ -57,16 +106,7 @@ fn partial_last_page_is_a_page() {
     let file = file(3, &[2]);
     // 10 bytes of the third page remain.
     memfd::resize(fd::reopen(file.as_fd(), true).unwrap().as_fd(), 2 * PAGE + 10).unwrap();
-    let mut out = ScanOutput::default();
-    SyscallsProbe
-        .scan(
-            &target(&file, 3),
-            BlockRange::around(PageRange::first(3)),
-            ScanOptions::default(),
-            &|| false,
-            &mut out,
-        )
-        .unwrap();
+    let out = scan(&file, 3, PageRange::first(3));
     assert_eq!(data_pages(&out), [2]);
 }
 
