@@ -18,7 +18,6 @@ pub mod log_limit;
 mod own_program;
 pub mod pages;
 mod parent;
-mod pool;
 mod privileges;
 pub mod probe;
 pub mod query;

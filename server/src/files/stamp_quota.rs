@@ -27,6 +27,11 @@ impl StampQuota {
 }
 
 impl StampCharges for StampQuota {
+    fn owner(&self) -> Option<u32> {
+        let user = self.charge.lock().unwrap_or_else(PoisonError::into_inner).uid();
+        (!is_administrator(user)).then_some(user)
+    }
+
     fn set(&self, bytes: u64) -> bool {
         let mut charge = self.charge.lock().unwrap_or_else(PoisonError::into_inner);
         let unlimited = is_administrator(charge.uid());

@@ -7,6 +7,7 @@
 
 pub(crate) mod reaper;
 pub(crate) mod search_process;
+pub(crate) mod search_turns;
 mod starters;
 
 use std::ffi::OsString;

@@ -13,12 +13,12 @@ use fdmap_sys::capabilities::Capabilities;
 use fdmap_sys::{Errno, process};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use super::search_turns::{SearchLimits, SearchTurns, SearchUser};
 use super::starters::LATE;
 use super::{OwnProgram, reaper};
 use crate::confinement::{self, ConfinementError};
 use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
-use crate::pool::Pool;
 
 /// No search starts while this many processes that were started too late, and killed, have not ended.
 const MAX_LATE_CHILDREN: usize = 16;
@@ -76,7 +76,7 @@ impl SearchProcess {
 #[derive(Debug)]
 pub(crate) struct SearchProcesses {
     process: SearchProcess,
-    turns: Pool<()>,
+    turns: SearchTurns,
     min_retry_interval: Duration,
     last_failure: Mutex<Option<Instant>>,
     last_answer: Mutex<Option<Answer>>,
@@ -104,16 +104,16 @@ enum SearchFailure {
 }
 
 impl SearchProcesses {
-    /// `count`: how many can run at the same time. `min_retry_interval`: time after a failed search without others.
+    /// `min_retry_interval`: time after a failed search without others.
     pub(crate) fn new(
         subject: &'static str,
         capabilities: Capabilities,
-        count: usize,
+        limits: SearchLimits,
         min_retry_interval: Duration,
     ) -> Self {
         Self {
-            process: SearchProcess::new(subject, capabilities, count),
-            turns: Pool::of(vec![(); count]),
+            process: SearchProcess::new(subject, capabilities, limits.all),
+            turns: SearchTurns::new(limits),
             min_retry_interval,
             last_failure: Mutex::default(),
             last_answer: Mutex::default(),
@@ -121,18 +121,19 @@ impl SearchProcesses {
         }
     }
 
-    /// Starts this program with `arguments`, and waits for others first if too many run. Returns what `parse` finds in the lines that it
-    /// has written, or another one with these arguments that began meanwhile. `None`: the search failed, which is logged, or another one
-    /// has failed shortly before, or too many run for most of `timeout`.
+    /// Starts this program with `arguments`, for `user`, and waits for other searches first if too many run. Returns what `parse` finds in
+    /// the lines that it has written, or in those of another search with these arguments that began meanwhile. `None`: the search failed,
+    /// which is logged, or another one failed shortly before, or its turn did not come in the first half of `timeout`.
     pub(crate) fn search<T, const N: usize>(
         &self,
+        user: SearchUser,
         arguments: [&str; N],
         timeout: Duration,
         parse: impl Fn(&str) -> Option<T>,
     ) -> Option<T> {
         let asked = Instant::now();
         let deadline = asked + timeout;
-        let run = |(): &mut ()| {
+        let run = || {
             let shared =
                 lock(&self.last_answer).as_ref().and_then(|answer| answer.shared(asked, &arguments, &parse));
             // Another search may have failed meanwhile. One that has little time left fails on a healthy host, too.
@@ -155,7 +156,7 @@ impl SearchProcesses {
             self.fail(&failure);
             None
         };
-        if self.has_just_failed() { None } else { self.turns.with_until(deadline, run).flatten() }
+        if self.has_just_failed() { None } else { self.turns.run(user, deadline, run).flatten() }
     }
 
     fn share(&self, began: Instant, arguments: &[&str], text: String) {
@@ -306,14 +307,15 @@ mod tests {
     #[test]
     fn failed_search_is_not_repeated_for_a_while() {
         let interval = Duration::from_secs(1);
-        let searches = SearchProcesses::new("nothing", Capabilities::empty(), 4, interval);
+        let limits = SearchLimits { all: 4, per_user: 4 };
+        let searches = SearchProcesses::new("nothing", Capabilities::empty(), limits, interval);
         let parsed = AtomicUsize::new(0);
         let search = |answer: Option<u8>| {
             let parse = |_: &str| {
                 parsed.fetch_add(1, Ordering::SeqCst);
                 answer
             };
-            searches.search(NO_TEST, LONG, parse)
+            searches.search(Some(7), NO_TEST, LONG, parse)
         };
         assert_eq!((search(Some(1)), search(Some(2))), (Some(1), Some(2)));
         let began = Instant::now();

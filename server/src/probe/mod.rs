@@ -31,6 +31,8 @@ mod mappers;
 #[cfg(feature = "xarray")]
 mod pins;
 #[cfg(feature = "xarray")]
+mod pool;
+#[cfg(feature = "xarray")]
 mod references;
 #[cfg(feature = "xarray")]
 mod scanner;

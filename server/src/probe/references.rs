@@ -10,11 +10,11 @@ use libbpf_rs::ObjectBuilder;
 
 use super::interface::{PinnedRange, ScanError, ScanTarget};
 use super::pins::{MAX_WINDOW_RECORDS, Window, collect_pins, fill_requests, push, windows};
+use super::pool::Pool;
 use crate::bpf::records::{PinRecord, Status};
 use crate::bpf::{
     LoadError, Refusal, load_explained, loaded_or_logged, map_array, program_fd, run, status_text,
 };
-use crate::pool::Pool;
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/page_pins.bpf.o"));
 

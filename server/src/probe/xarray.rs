@@ -17,6 +17,7 @@ use super::dentry::DentryReferences;
 use super::file_vma::{KernelAddress, MapperWalk, PageTables};
 use super::interface::{PinnedRange, Probe, ScanError, ScanOutput, ScanTarget, SlotReading};
 use super::mappers::MapperFinder;
+use super::pool::Pool;
 use super::references::ReferenceFinder;
 use super::scanner::{AttributeTables, Scanner};
 use super::swap_cache;
@@ -24,7 +25,6 @@ use super::swap_slots::SlotFinder;
 use super::users::UserFinder;
 use crate::bpf::{LoadError, loaded_or_logged};
 use crate::pages::{AttributeMap, Block, BlockIndex, BlockRange, ScanOptions};
-use crate::pool::Pool;
 
 /// Threads that scan or search at the same time. Each has programs and maps of its own, some 2 MiB of kernel memory.
 const MAX_SCANNERS: usize = 32;

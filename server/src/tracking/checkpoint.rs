@@ -146,7 +146,7 @@ impl Tracker {
             (UntrackedMappings::default(), Findings::default())
         } else {
             watchdog::enter(Phase::MapperWalk);
-            let audit = self.observer.find_mappers();
+            let audit = self.observer.find_mappers(state.generations.owner());
             watchdog::enter(Phase::Audit);
             let (file, objects) = (self.observer.file(), self.observer.kernel_objects());
             let sources = self.observer.sources();

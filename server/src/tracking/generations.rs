@@ -105,6 +105,11 @@ impl Generations {
         (generations, LastCheckpoint { baseline, untracked, initialized, intent })
     }
 
+    /// The user who is charged for the file: see [`StampCharges::owner`].
+    pub(crate) fn owner(&self) -> Option<u32> {
+        self.budget.owner()
+    }
+
     pub(crate) const fn open(&self) -> Generation {
         self.open
     }

@@ -30,7 +30,8 @@ impl Tracker {
         let mut gaps = state.generations.open_gaps().to_vec();
         if writable_vmas.is_none() || writable_vmas != intact_vmas {
             watchdog::enter(Phase::MapperWalk);
-            let (_, findings) = census(state, &self.observer.find_mappers(), writable_vmas);
+            let (_, findings) =
+                census(state, &self.observer.find_mappers(state.generations.owner()), writable_vmas);
             gaps.extend(findings.gaps);
         }
         gaps.extend(ignored_writers(state));

@@ -15,6 +15,9 @@ use crate::pages::{BLOCK_PAGES, BlockIndex};
 
 /// Charges the owner of a file for the memory of its stamps.
 pub trait StampCharges: Debug + Send + Sync {
+    /// The user who is charged: of a subordinate user id, its owner. `None`: an administrator.
+    fn owner(&self) -> Option<u32>;
+
     /// Charges `bytes` in all. False if that is more than the owner may have; then the charge is as before.
     fn set(&self, bytes: u64) -> bool;
 
@@ -46,6 +49,10 @@ impl StampBudget {
     pub(super) fn new(charges: Arc<dyn StampCharges>, dense: u64) -> Self {
         charges.set_unlimited(dense * DENSE_BYTES);
         Self { charges, dense }
+    }
+
+    pub(super) fn owner(&self) -> Option<u32> {
+        self.charges.owner()
     }
 
     /// Charges for the blocks of `pages` that become dense. `None`: all of them may. `is_uniform`: the block has one stamp, and the new
@@ -104,6 +111,10 @@ pub(in crate::tracking) mod tests {
     pub(in crate::tracking) struct Unlimited;
 
     impl StampCharges for Unlimited {
+        fn owner(&self) -> Option<u32> {
+            None
+        }
+
         fn set(&self, _: u64) -> bool {
             true
         }
@@ -129,6 +140,10 @@ pub(in crate::tracking) mod tests {
     }
 
     impl StampCharges for AtMost {
+        fn owner(&self) -> Option<u32> {
+            None
+        }
+
         fn set(&self, bytes: u64) -> bool {
             let fits = bytes <= self.limit;
             if fits {

@@ -15,9 +15,9 @@ use libbpf_rs::ObjectBuilder;
 
 use super::file_vma::{FileVma, KernelAddress, MapperWalk, PageTables};
 use super::interface::ScanError;
+use super::pool::Pool;
 use crate::bpf::records::{MapperRecord, MapperRun, Status};
 use crate::bpf::{LoadError, loaded_or_logged, map_array, program_fd, run, status_text};
-use crate::pool::Pool;
 use accept::{Acceptance, WritableCount};
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mappers.bpf.o"));

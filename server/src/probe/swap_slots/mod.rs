@@ -15,9 +15,9 @@ use fdmap_sys::mapping::SharedMapping;
 use libbpf_rs::{Object, ObjectBuilder};
 
 use super::interface::{ScanError, SlotReading};
+use super::pool::Pool;
 use crate::bpf::records::{AreaRecord, RawSlotContent, SlotRecord, Status, SymbolRecord};
 use crate::bpf::{LoadError, load_explained, loaded_or_logged, map_array, program_fd, run, status_text};
-use crate::pool::Pool;
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/swap_slots.bpf.o"));
 

@@ -17,6 +17,7 @@ use fdmap_sys::{Errno, SyscallError};
 
 use super::holder::Worker;
 use crate::own_program::search_process::{self, Inode, SearchProcesses};
+use crate::own_program::search_turns::SearchLimits;
 
 /// For a search, which takes some milliseconds, and for the end of another one before.
 const SEARCH_TIMEOUT: Duration = Duration::from_millis(300);
@@ -38,7 +39,7 @@ impl LoopDevices {
         let search = SearchProcesses::new(
             "the backing files of loop devices",
             Capabilities::empty(),
-            1,
+            SearchLimits { all: 1, per_user: 1 },
             MIN_RETRY_INTERVAL,
         );
         let scan = |pagemap: Pagemap| pagemap.scan(AddressRange::default(), ScanFlags::empty(), &mut []);
@@ -72,7 +73,8 @@ impl LoopDevices {
             return None;
         }
         let arguments = [search::ARGUMENT, &std::process::id().to_string()];
-        self.search.search(arguments, SEARCH_TIMEOUT, search_process::inodes_of)
+        // The answer is for all users who wait.
+        self.search.search(None, arguments, SEARCH_TIMEOUT, search_process::inodes_of)
     }
 }
 

@@ -323,9 +323,10 @@ impl Observer {
         spaces.intact_vmas(self.file)
     }
 
-    /// The writable mappings in all processes.
-    pub(crate) fn find_mappers(&self) -> MapperAudit {
-        mappers::find(&*self.probe, self.source().fd.as_fd(), self.file, self.sources.mapper_search())
+    /// The writable mappings in all processes. `owner`: the user who is charged for the file; `None`: an administrator.
+    pub(crate) fn find_mappers(&self, owner: Option<u32>) -> MapperAudit {
+        let fd = self.source().fd.as_fd();
+        mappers::find(&*self.probe, fd, self.file, owner, self.sources.mapper_search())
     }
 
     /// Finds the kernel objects by which [`Self::find_mappers`] identifies address spaces.

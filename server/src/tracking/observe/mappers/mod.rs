@@ -21,23 +21,25 @@ use self::search::WritableMapping;
 use super::holder::Worker;
 use super::observation::{Completeness, Mapper, MapperAudit};
 use crate::own_program::search_process::SearchProcesses;
+use crate::own_program::search_turns::{SearchLimits, SearchUser};
 use crate::probe::{FileVma, MapperWalk, Probe};
 use crate::tracking::mapping::MappedFile;
 
 /// Time for a search, from when it waits for others.
 const SEARCH_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Searches at the same time.
-const MAX_SEARCHES: usize = 16;
+/// Searches at the same time, and those of them for files of one owner.
+const LIMITS: SearchLimits = SearchLimits { all: 16, per_user: 4 };
 
-/// Finds the writable mappings of `file`; `fd` is a descriptor of it.
+/// Finds the writable mappings of `file`; `fd` is a descriptor of it, and `user` its owner.
 pub(super) fn find(
     probe: &dyn Probe,
     fd: BorrowedFd<'_>,
     file: MappedFile,
+    user: SearchUser,
     search: &MapperSearch,
 ) -> MapperAudit {
-    let audit = |file| search.audit(file);
+    let audit = |file| search.audit(file, user);
     match probe.mappers(fd) {
         Ok(MapperWalk::Found(vmas)) => {
             let writable = vmas.iter().filter(|vma| vma.writable);
@@ -70,12 +72,12 @@ impl MapperSearch {
     pub(super) fn new(worker: Worker) -> Self {
         Self {
             worker,
-            search: SearchProcesses::new("the mappers of a file", search::KEPT, MAX_SEARCHES, Duration::ZERO),
+            search: SearchProcesses::new("the mappers of a file", search::KEPT, LIMITS, Duration::ZERO),
         }
     }
 
-    fn audit(&self, file: MappedFile) -> MapperAudit {
-        let Audited { found, incomplete } = self.read_all(file);
+    fn audit(&self, file: MappedFile, user: SearchUser) -> MapperAudit {
+        let Audited { found, incomplete } = self.read_all(file, user);
         // Outside the initial pid namespace, further processes may exist.
         let incomplete = incomplete || !is_in_initial_pid_namespace();
         let mapper = |found: WritableMapping| {
@@ -87,13 +89,17 @@ impl MapperSearch {
         MapperAudit { mappers, completeness: Completeness::Counted { incomplete } }
     }
 
-    fn read_all(&self, MappedFile { device, inode, .. }: MappedFile) -> Audited<WritableMapping> {
+    fn read_all(
+        &self,
+        MappedFile { device, inode, .. }: MappedFile,
+        user: SearchUser,
+    ) -> Audited<WritableMapping> {
         if self.worker == Worker::Thread {
             return search::read_all((device, inode));
         }
         let numbers = [u64::from(std::process::id()), device, inode].map(|number| number.to_string());
         let arguments = [search::ARGUMENT, &numbers[0], &numbers[1], &numbers[2]];
         let nothing = || Audited { found: Vec::new(), incomplete: true };
-        self.search.search(arguments, SEARCH_TIMEOUT, search::parse).unwrap_or_else(nothing)
+        self.search.search(user, arguments, SEARCH_TIMEOUT, search::parse).unwrap_or_else(nothing)
     }
 }

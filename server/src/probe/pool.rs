@@ -1,4 +1,4 @@
-//! A pool of values that one thread at a time can use. All are created at once: for some, the process lacks the capabilities later.
+//! A pool of values that one thread at a time can use. All are created at once: later the process lacks the capabilities.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -7,11 +7,10 @@ use std::time::Instant;
 
 /// Values, each used by one thread at a time. Waiting threads get them in the order in which they came.
 #[derive(Debug)]
-pub(crate) struct Pool<T> {
+pub(super) struct Pool<T> {
     idle: Mutex<Idle<T>>,
     returned: Condvar,
     /// Number of values, idle or in use.
-    #[cfg(feature = "xarray")]
     count: usize,
 }
 
@@ -25,8 +24,7 @@ struct Idle<T> {
 
 impl<T> Pool<T> {
     /// A pool of `first` and of values that `create` makes, in a thread each: `max_values` in all, or fewer if it returns `None`.
-    #[cfg(feature = "xarray")]
-    pub(crate) fn new(first: T, max_values: usize, create: impl Fn() -> Option<T> + Sync) -> Self
+    pub(super) fn new(first: T, max_values: usize, create: impl Fn() -> Option<T> + Sync) -> Self
     where
         T: Send,
     {
@@ -35,26 +33,17 @@ impl<T> Pool<T> {
             let others: Vec<_> = (1..max_values).map(|_| scope.spawn(&create)).collect();
             values.extend(others.into_iter().filter_map(|other| other.join().ok().flatten()));
         });
-        Self::of(values)
+        let count = values.len();
+        let idle = Idle { values, waiting: VecDeque::new(), next: 0 };
+        Self { idle: Mutex::new(idle), returned: Condvar::new(), count }
     }
 
-    pub(crate) const fn of(values: Vec<T>) -> Self {
-        Self {
-            #[cfg(feature = "xarray")]
-            count: values.len(),
-            idle: Mutex::new(Idle { values, waiting: VecDeque::new(), next: 0 }),
-            returned: Condvar::new(),
-        }
-    }
-
-    #[cfg(feature = "xarray")]
-    pub(crate) const fn count(&self) -> usize {
+    pub(super) const fn count(&self) -> usize {
         self.count
     }
 
     /// Calls `work` with a value, and waits for one if all are in use. A value whose `work` panicked is used again.
-    #[cfg(feature = "xarray")]
-    pub(crate) fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
+    pub(super) fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
         // Without a deadline the first attempt ends with a value.
         let value = loop {
             if let Some(value) = self.take(None) {
@@ -65,14 +54,13 @@ impl<T> Pool<T> {
     }
 
     /// Calls `work` with a value. `None`: until the deadline, all values are in use, or other threads wait.
-    pub(crate) fn with_until<R>(&self, deadline: Instant, work: impl FnOnce(&mut T) -> R) -> Option<R> {
+    pub(super) fn with_until<R>(&self, deadline: Instant, work: impl FnOnce(&mut T) -> R) -> Option<R> {
         let value = self.take(Some(deadline))?;
         Some(self.use_and_return(value, work))
     }
 
     /// Calls `work` with a value. `None`: all values are in use, or other threads wait.
-    #[cfg(feature = "xarray")]
-    pub(crate) fn with_idle<R>(&self, work: impl FnOnce(&mut T) -> R) -> Option<R> {
+    pub(super) fn with_idle<R>(&self, work: impl FnOnce(&mut T) -> R) -> Option<R> {
         let mut idle = self.lock();
         let value = if idle.waiting.is_empty() { idle.values.pop() } else { None };
         drop(idle);
@@ -128,7 +116,7 @@ impl<T> Idle<T> {
     }
 }
 
-#[cfg(all(test, feature = "xarray"))]
+#[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
