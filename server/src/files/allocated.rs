@@ -4,6 +4,8 @@
 //! the service cannot prevent an allocation. A user whose files hold too much gets no further file, and no larger one.
 
 use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use nix::unistd::{SysconfVar, sysconf};
 
@@ -34,17 +36,8 @@ pub(super) fn ram_bytes() -> u64 {
 }
 
 impl AllocatedLimits {
-    /// Refuses a further or larger file of `owner`, if the files hold too much. `files`: the owner of each file, and what it holds in
-    /// bytes. Pure.
-    ///
-    /// # Errors
-    /// [`FileError::Limit`]
-    pub(super) fn check(self, owner: u32, files: &[(u32, u64)]) -> Result<(), FileError> {
-        let mut held: BTreeMap<u32, u64> = BTreeMap::new();
-        for (uid, bytes) in files {
-            let of_user = held.entry(*uid).or_default();
-            *of_user = of_user.saturating_add(*bytes);
-        }
+    /// Refuses a further or larger file of `owner`, if the files hold too much. Pure.
+    fn check(self, owner: u32, held: &HeldByUser) -> Result<(), FileError> {
         let exceeded = |subject: String, held: u64, limit: u64, option| FileError::Limit {
             subject,
             limit: format!(
@@ -75,6 +68,77 @@ impl AllocatedLimits {
     }
 }
 
+/// What the files of each user hold, in bytes.
+type HeldByUser = BTreeMap<u32, u64>;
+
+/// Adds up what files hold: the owner and the bytes of each one.
+fn by_user(files: impl IntoIterator<Item = (u32, u64)>) -> HeldByUser {
+    let mut held = HeldByUser::new();
+    for (uid, bytes) in files {
+        let of_user = held.entry(uid).or_default();
+        *of_user = of_user.saturating_add(bytes);
+    }
+    held
+}
+
+/// Time for which a reading is used, as a multiple of the time that it took. So readings of up to 5 ms take less than a tenth of a
+/// processor.
+const REUSE_FACTOR: u32 = 20;
+/// Limit on that time.
+const MAX_REUSE: Duration = Duration::from_millis(100);
+
+/// The memory that files hold, as it was read some milliseconds ago: a reading asks the kernel about each file of all users, which would
+/// take long for each file that is created.
+#[derive(Debug, Default)]
+pub(super) struct HeldMemory(Mutex<Option<Reading>>);
+
+#[derive(Debug)]
+struct Reading {
+    held: HeldByUser,
+    until: Instant,
+    /// The call for which it was made was refused. Only such a reading refuses later calls: files may have freed memory since another one.
+    refuses: bool,
+}
+
+impl HeldMemory {
+    /// Refuses a further or larger file of `owner`, if the files hold too much. `read` returns the owner of each file, and what it holds
+    /// in bytes.
+    ///
+    /// # Errors
+    /// [`FileError::Limit`]
+    pub(super) fn check<F: IntoIterator<Item = (u32, u64)>>(
+        &self,
+        limits: AllocatedLimits,
+        owner: u32,
+        read: impl FnOnce() -> F,
+    ) -> Result<(), FileError> {
+        // No code panics with the lock held.
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let began = Instant::now();
+        if let Some(result) = last.as_ref().and_then(|reading| reading.answer(began, limits, owner)) {
+            return result;
+        }
+        let held = by_user(read());
+        let result = limits.check(owner, &held);
+        *last =
+            Some(Reading { held, until: Reading::until(began, Instant::now()), refuses: result.is_err() });
+        result
+    }
+}
+
+impl Reading {
+    /// Until when a reading is used that took from `began` to `ended`. Pure.
+    fn until(began: Instant, ended: Instant) -> Instant {
+        ended + (ended.duration_since(began) * REUSE_FACTOR).min(MAX_REUSE)
+    }
+
+    /// `None`: another reading is needed. Pure.
+    fn answer(&self, now: Instant, limits: AllocatedLimits, owner: u32) -> Option<Result<(), FileError>> {
+        let result = limits.check(owner, &self.held);
+        (now < self.until && (result.is_ok() || self.refuses)).then_some(result)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -93,9 +157,33 @@ mod tests {
             (&[(7, 200)], 0, true),
             (&[(7, 500)], 8, true),
         ] {
-            assert_eq!(limits.check(owner, files).is_ok(), fits, "{owner} with {files:?}");
+            let held = by_user(files.iter().copied());
+            assert_eq!(limits.check(owner, &held).is_ok(), fits, "{owner} with {files:?}");
         }
         let default = AllocatedLimits::default();
         assert!(default.per_user > 0 && default.per_user < default.of_users);
+    }
+
+    #[test]
+    fn reading_is_used_again_for_a_short_time_and_refuses_only_after_a_refusal() {
+        let limits = AllocatedLimits { per_user: 100, of_users: u64::MAX };
+        let (now, later) = (Instant::now(), Duration::from_millis(1));
+        let at_limit =
+            |refuses| Reading { held: by_user([(7, 60), (7, 40), (8, 99)]), until: now + later, refuses };
+        for (refuses, after, user, answer) in [
+            (false, Duration::ZERO, 8, Some(true)),
+            (false, later, 8, None),
+            (false, Duration::ZERO, 7, None),
+            (true, Duration::ZERO, 7, Some(false)),
+            (true, Duration::ZERO, 8, Some(true)),
+            (true, later, 7, None),
+        ] {
+            let answered = at_limit(refuses).answer(now + after, limits, user).map(|result| result.is_ok());
+            assert_eq!(answered, answer, "user {user} after {after:?}, {refuses}");
+        }
+        for (took, used) in [(0, 0), (1, 20), (5, 100), (6, 100), (10_000, 100)] {
+            let ended = now + Duration::from_millis(took);
+            assert_eq!(Reading::until(now, ended), ended + Duration::from_millis(used));
+        }
     }
 }

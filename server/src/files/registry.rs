@@ -16,6 +16,7 @@ use fdmap_proto::file::{Access, Lifetime, OwnedName, Right, Seals, check_name};
 use fdmap_proto::units::PageSize;
 use tokio::sync::broadcast;
 
+use super::allocated::HeldMemory;
 use super::inode_calls::InodeCalls;
 use super::quota::{Quota, Quotas};
 use super::service_file::{ChangeBy, FileCharge, FileProperties, ServiceFile};
@@ -45,6 +46,7 @@ pub struct Registry {
     /// descriptors of the service to others.
     ephemeral_quota: Arc<Quota>,
     byte_quota: Arc<Quota>,
+    held_memory: HeldMemory,
     state_quota: Arc<Quota>,
     stamp_quota: Arc<Quota>,
     events: broadcast::Sender<FileEvent>,
@@ -73,6 +75,7 @@ impl Registry {
             file_quota: quotas.quota("files", u64::from(limits.files_per_user)),
             ephemeral_quota: quotas.quota("ephemeral files", u64::from(limits.files_per_user)),
             byte_quota: quotas.quota("bytes of files", limits.bytes_per_user),
+            held_memory: HeldMemory::default(),
             state_quota: quotas.quota("bytes of page states", limits.state_bytes_per_user),
             stamp_quota: quotas.quota("bytes of stamps", limits.state_bytes_per_user),
             limits,
@@ -236,8 +239,9 @@ impl Registry {
             let bytes = file.allocated_bytes().unwrap_or(0);
             (self.quotas.owner_of(file.access().uid), bytes)
         };
-        let held: Vec<_> = self.all().iter().map(held).collect();
-        self.limits.allocated.check(self.quotas.owner_of(owner), &held)
+        let owner = self.quotas.owner_of(owner);
+        self.held_memory
+            .check(self.limits.allocated, owner, || self.all().iter().map(held).collect::<Vec<_>>())
     }
 
     fn charge(
