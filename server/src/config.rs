@@ -144,10 +144,10 @@ pub struct LimitArgs {
     #[arg(long, value_name = "N", default_value_t = Limits::default().calls_per_user)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     pub max_calls_per_user: u32,
-    /// Those of them that run, in a thread each. Further ones wait
-    #[arg(long, value_name = "N", default_value_t = Limits::default().threads_per_user)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=256))]
-    pub max_threads_per_user: u32,
+    /// Those of them that run, in a thread each. Further ones wait. As many as there are processors, from 2 to 16, so that one user
+    /// leaves time to others [default: clamp(CPUs,2,16)]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub max_threads_per_user: Option<u32>,
     /// All users but root together have at most N times what one user may have
     #[arg(long, value_name = "N", default_value_t = Limits::default().users_at_limit)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
@@ -196,7 +196,7 @@ impl LimitArgs {
                 .unwrap_or(default.page_table_bytes_per_user),
             tracked_children_per_user: self.max_tracked_children_per_user,
             calls_per_user: self.max_calls_per_user,
-            threads_per_user: self.max_threads_per_user,
+            threads_per_user: self.max_threads_per_user.unwrap_or(default.threads_per_user),
             users_at_limit: self.max_users_at_limit,
             unused_file_timeout: Duration::from_secs(self.unused_file_timeout),
             helper_idle_timeout: Duration::from_secs(self.helper_idle_timeout),

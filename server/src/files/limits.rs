@@ -1,5 +1,6 @@
 //! Limits on what one user can make the service hold.
 
+use std::num::NonZero;
 use std::time::Duration;
 
 use super::allocated::{AllocatedLimits, ram_bytes};
@@ -66,6 +67,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         let ram = ram_bytes();
+        let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
         Self {
             file_bytes: 16 << 40,
             bytes_per_user: 64 << 40,
@@ -87,10 +89,27 @@ impl Default for Limits {
             page_table_bytes_per_user: ram / 64,
             tracked_children_per_user: 1024,
             calls_per_user: 1024,
-            threads_per_user: 16,
+            threads_per_user: threads_per_user(processors),
             users_at_limit: 16,
             unused_file_timeout: Duration::from_secs(30),
             helper_idle_timeout: Duration::from_secs(10),
         }
+    }
+}
+
+/// As many as the processors, so that a user with many calls leaves time to others; more than one, because a call can wait for a
+/// process.
+fn threads_per_user(processors: usize) -> u32 {
+    u32::try_from(processors).map_or(16, |processors| processors.clamp(2, 16))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn user_has_as_many_threads_as_processors_within_limits() {
+        let processors = [1, 2, 3, 16, 17, usize::MAX];
+        assert_eq!(processors.map(threads_per_user), [2, 2, 3, 16, 16, 16]);
     }
 }
