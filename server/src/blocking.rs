@@ -6,8 +6,6 @@
 //!
 //! Ends of files, and closes of descriptors, have threads of their own, of which those of one owner take a part: [`BlockingCalls::end`].
 
-mod turns;
-
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fdmap_proto::units::FileId;
@@ -17,8 +15,8 @@ use tonic::Code;
 
 use crate::files::{Caller, FileError, Quota, QuotaPermit, Quotas, ServiceFile};
 use crate::status::GrpcCode;
+use crate::turns::{FileUse, Needs, Thread, Threads, Turns};
 use crate::watchdog::{self, Phase};
-use turns::{FileUse, Needs, Thread, Threads, Turns};
 
 /// Threads of all users but administrators together. tokio starts 512 at most.
 const MAX_THREADS_OF_USERS: u32 = 256;

@@ -29,4 +29,5 @@ mod sockets;
 mod status;
 pub mod store;
 pub mod tracking;
+mod turns;
 mod watchdog;

@@ -1,5 +1,5 @@
-//! While pages are written, punched, collapsed to huge pages, split, swapped out and swapped in, the xarray probe reports no
-//! page in a state that it never had. The probe runs in this process, so that scans follow each other closely.
+//! While pages are written, punched, collapsed to huge pages, split, swapped out and swapped in, the probes report no
+//! page in a state that it never had. They run in this process, so that scans follow each other closely.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use fdmap_client::proto::units::PageSize;
 use fdmap_client::proto::{PageIndex, PageRange, PageState};
 use fdmap_server::pages::{BLOCK_LEAVES, Block, BlockIndex, BlockRange, ScanOptions};
-use fdmap_server::probe::{Probe as _, ScanOutput, ScanTarget, XarrayProbe};
-use fdmap_sys::memfd;
+use fdmap_server::probe::{Probe, ScanOutput, ScanTarget, SyscallsProbe, XarrayProbe};
 use fdmap_sys::testing::raw_mapping::RawMapping;
+use fdmap_sys::{cachestat, memfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::HostLock;
 use fdmap_tests::hugepages::shmem_thp;
@@ -218,7 +218,7 @@ impl Seen {
     }
 }
 
-fn scan(probe: &XarrayProbe, file: &File) -> ScanOutput {
+fn scan(probe: &dyn Probe, file: &File) -> ScanOutput {
     let target = ScanTarget {
         fd: file.fd.as_fd(),
         page_size: PageSize::new(PAGE as u64).unwrap(),
@@ -233,14 +233,26 @@ fn scan(probe: &XarrayProbe, file: &File) -> ScanOutput {
 }
 
 #[test]
-fn scan_reports_no_state_that_a_page_never_had() {
+fn scan_by_xarray_reports_no_state_that_a_page_never_had() {
+    assert_only_states_that_pages_had(&XarrayProbe::load().unwrap(), 200);
+}
+
+#[test]
+fn scan_by_syscalls_reports_no_state_that_a_page_never_had() {
+    // lseek(2) cannot detect each change.
+    let memfd = memfd::create("counted", None).unwrap();
+    if cachestat::count(memfd.as_fd(), 0, 1).is_ok() {
+        assert_only_states_that_pages_had(&SyscallsProbe, 50);
+    }
+}
+
+fn assert_only_states_that_pages_had(probe: &dyn Probe, min_scans: u64) {
     let host = HostLock::acquire().unwrap();
     let _huge = require(shmem_thp(&host));
     let _swap = require(Swap::make(1 << 30, SwapKind::Any));
-    let probe = XarrayProbe::load().unwrap();
     let file = File::create();
     let mut seen = Seen::default();
-    seen.check(&scan(&probe, &file).blocks);
+    seen.check(&scan(probe, &file).blocks);
     std::thread::scope(|scope| {
         scope.spawn(|| file.repeat(File::punch_and_write));
         scope.spawn(|| file.repeat(File::swap));
@@ -248,14 +260,14 @@ fn scan_reports_no_state_that_a_page_never_had() {
         let checked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let begin = Instant::now();
             while begin.elapsed() < Duration::from_secs(10) {
-                seen.check(&scan(&probe, &file).blocks);
+                seen.check(&scan(probe, &file).blocks);
             }
         }));
         file.stop.store(true, Ordering::Relaxed);
         checked.unwrap();
     });
     println!("{seen:?}");
-    assert!(seen.scans > 200, "{seen:?}");
+    assert!(seen.scans > min_scans, "{seen:?}");
     assert!(seen.punched > 0 && seen.written > 0, "{seen:?}");
     assert!(seen.swapped > 0 && seen.swapped_in > 0 && seen.huge_swapped > 0, "{seen:?}");
 }

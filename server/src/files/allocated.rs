@@ -4,7 +4,7 @@
 //! the service cannot prevent an allocation. A user whose files hold too much gets no further file, and no larger one.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::unistd::{SysconfVar, sysconf};
@@ -87,8 +87,8 @@ const REUSE_FACTOR: u32 = 20;
 /// Limit on that time.
 const MAX_REUSE: Duration = Duration::from_millis(100);
 
-/// The memory that files hold, as it was read some milliseconds ago: a reading asks the kernel about each file of all users, which would
-/// take long for each file that is created.
+/// The memory that files hold, as it was read at most [`MAX_REUSE`] ago: a reading asks the kernel about each file of all users, which
+/// would take long for each file that is created.
 #[derive(Debug, Default)]
 pub(super) struct HeldMemory(Mutex<Option<Reading>>);
 
@@ -96,13 +96,11 @@ pub(super) struct HeldMemory(Mutex<Option<Reading>>);
 struct Reading {
     held: HeldByUser,
     until: Instant,
-    /// The call for which it was made was refused. Only such a reading refuses later calls: files may have freed memory since another one.
-    refuses: bool,
 }
 
 impl HeldMemory {
     /// Refuses a further or larger file of `owner`, if the files hold too much. `read` returns the owner of each file, and what it holds
-    /// in bytes.
+    /// in bytes. A refusal is by a new reading: files may have freed memory since an earlier one.
     ///
     /// # Errors
     /// [`FileError::Limit`]
@@ -112,17 +110,19 @@ impl HeldMemory {
         owner: u32,
         read: impl FnOnce() -> F,
     ) -> Result<(), FileError> {
-        // No code panics with the lock held.
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let began = Instant::now();
-        if let Some(result) = last.as_ref().and_then(|reading| reading.answer(began, limits, owner)) {
-            return result;
+        if self.last().as_ref().is_some_and(|reading| reading.permits(began, limits, owner)) {
+            return Ok(());
         }
         let held = by_user(read());
         let result = limits.check(owner, &held);
-        *last =
-            Some(Reading { held, until: Reading::until(began, Instant::now()), refuses: result.is_err() });
+        *self.last() = Some(Reading { held, until: Reading::until(began, Instant::now()) });
         result
+    }
+
+    fn last(&self) -> MutexGuard<'_, Option<Reading>> {
+        // No code panics with the lock held.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -132,10 +132,9 @@ impl Reading {
         ended + (ended.duration_since(began) * REUSE_FACTOR).min(MAX_REUSE)
     }
 
-    /// `None`: another reading is needed. Pure.
-    fn answer(&self, now: Instant, limits: AllocatedLimits, owner: u32) -> Option<Result<(), FileError>> {
-        let result = limits.check(owner, &self.held);
-        (now < self.until && (result.is_ok() || self.refuses)).then_some(result)
+    /// False: another reading is needed. Pure.
+    fn permits(&self, now: Instant, limits: AllocatedLimits, owner: u32) -> bool {
+        now < self.until && limits.check(owner, &self.held).is_ok()
     }
 }
 
@@ -165,25 +164,34 @@ mod tests {
     }
 
     #[test]
-    fn reading_is_used_again_for_a_short_time_and_refuses_only_after_a_refusal() {
+    fn reading_permits_further_files_for_a_short_time() {
         let limits = AllocatedLimits { per_user: 100, of_users: u64::MAX };
-        let (now, later) = (Instant::now(), Duration::from_millis(1));
-        let at_limit =
-            |refuses| Reading { held: by_user([(7, 60), (7, 40), (8, 99)]), until: now + later, refuses };
-        for (refuses, after, user, answer) in [
-            (false, Duration::ZERO, 8, Some(true)),
-            (false, later, 8, None),
-            (false, Duration::ZERO, 7, None),
-            (true, Duration::ZERO, 7, Some(false)),
-            (true, Duration::ZERO, 8, Some(true)),
-            (true, later, 7, None),
-        ] {
-            let answered = at_limit(refuses).answer(now + after, limits, user).map(|result| result.is_ok());
-            assert_eq!(answered, answer, "user {user} after {after:?}, {refuses}");
+        let now = Instant::now();
+        let later = now + Duration::from_millis(1);
+        let reading = Reading { held: by_user([(7, 60), (7, 40), (8, 99)]), until: later };
+        for (at, user, permits) in [(now, 8, true), (later, 8, false), (now, 7, false), (now, 9, true)] {
+            assert_eq!(reading.permits(at, limits, user), permits, "user {user}");
         }
         for (took, used) in [(0, 0), (1, 20), (5, 100), (6, 100), (10_000, 100)] {
             let ended = now + Duration::from_millis(took);
             assert_eq!(Reading::until(now, ended), ended + Duration::from_millis(used));
+        }
+    }
+
+    #[test]
+    fn earlier_reading_permits_and_never_refuses() {
+        let limits = AllocatedLimits { per_user: 100, of_users: u64::MAX };
+        let held = HeldMemory::default();
+        // The bytes of user 7 at the call, whether it fits, and whether they are read.
+        for (bytes, fits, is_read) in [(100, false, true), (99, true, true), (100, true, false)] {
+            let mut was_read = false;
+            let read = || {
+                was_read = true;
+                [(7, bytes)]
+            };
+            let result = held.check(limits, 7, read);
+            assert_eq!((result.is_ok(), was_read), (fits, is_read), "{bytes} bytes");
+            held.last().as_mut().unwrap().until = Instant::now() + Duration::from_secs(3600);
         }
     }
 }

@@ -9,11 +9,12 @@ use std::os::fd::AsFd as _;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use fdmap_proto::units::to_usize;
 use fdmap_sys::capabilities::Capabilities;
 use fdmap_sys::{Errno, process};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::search_turns::{SearchLimits, SearchTurns, SearchUser};
+use super::search_turns::{SearchLimits, SearchTurns};
 use super::starters::LATE;
 use super::{OwnProgram, reaper};
 use crate::confinement::{self, ConfinementError};
@@ -112,7 +113,7 @@ impl SearchProcesses {
         min_retry_interval: Duration,
     ) -> Self {
         Self {
-            process: SearchProcess::new(subject, capabilities, limits.all),
+            process: SearchProcess::new(subject, capabilities, to_usize(limits.all.into())),
             turns: SearchTurns::new(limits),
             min_retry_interval,
             last_failure: Mutex::default(),
@@ -121,12 +122,12 @@ impl SearchProcesses {
         }
     }
 
-    /// Starts this program with `arguments`, for `user`, and waits for other searches first if too many run. Returns what `parse` finds in
+    /// Starts this program with `arguments`, for a file of `owner`, and waits for other searches first if too many run. Returns what `parse` finds in
     /// the lines that it has written, or in those of another search with these arguments that began meanwhile. `None`: the search failed,
     /// which is logged, or another one failed shortly before, or its turn did not come in the first half of `timeout`.
     pub(crate) fn search<T, const N: usize>(
         &self,
-        user: SearchUser,
+        owner: u32,
         arguments: [&str; N],
         timeout: Duration,
         parse: impl Fn(&str) -> Option<T>,
@@ -156,7 +157,7 @@ impl SearchProcesses {
             self.fail(&failure);
             None
         };
-        if self.has_just_failed() { None } else { self.turns.run(user, deadline, run).flatten() }
+        if self.has_just_failed() { None } else { self.turns.run(owner, deadline, run).flatten() }
     }
 
     fn share(&self, began: Instant, arguments: &[&str], text: String) {
@@ -307,7 +308,7 @@ mod tests {
     #[test]
     fn failed_search_is_not_repeated_for_a_while() {
         let interval = Duration::from_secs(1);
-        let limits = SearchLimits { all: 4, per_user: 4 };
+        let limits = SearchLimits { all: 4, per_owner: 4 };
         let searches = SearchProcesses::new("nothing", Capabilities::empty(), limits, interval);
         let parsed = AtomicUsize::new(0);
         let search = |answer: Option<u8>| {
@@ -315,7 +316,7 @@ mod tests {
                 parsed.fetch_add(1, Ordering::SeqCst);
                 answer
             };
-            searches.search(Some(7), NO_TEST, LONG, parse)
+            searches.search(7, NO_TEST, LONG, parse)
         };
         assert_eq!((search(Some(1)), search(Some(2))), (Some(1), Some(2)));
         let began = Instant::now();

@@ -1,5 +1,5 @@
-//! The `syscalls` probe: mincore distinguishes resident pages from others, and cachestat swapped ones from holes: [`counts`]. Before
-//! Linux 6.5, SEEK_DATA and SEEK_HOLE do that: [`seek`]. The probe reports no slots and no attributes, and cannot read hugetlb files.
+//! The `syscalls` probe: mincore distinguishes resident pages from others, and cachestat swapped ones from holes: [`counts`]. Where
+//! cachestat is unavailable, as before Linux 6.5, SEEK_DATA and SEEK_HOLE do that: [`seek`]. The probe reports no slots and no attributes, and cannot read hugetlb files.
 
 mod counts;
 mod seek;

@@ -106,7 +106,7 @@ impl Generations {
     }
 
     /// The user who is charged for the file: see [`StampCharges::owner`].
-    pub(crate) fn owner(&self) -> Option<u32> {
+    pub(crate) fn owner(&self) -> u32 {
         self.budget.owner()
     }
 

@@ -15,8 +15,8 @@ use crate::pages::{BLOCK_PAGES, BlockIndex};
 
 /// Charges the owner of a file for the memory of its stamps.
 pub trait StampCharges: Debug + Send + Sync {
-    /// The user who is charged: of a subordinate user id, its owner. `None`: an administrator.
-    fn owner(&self) -> Option<u32>;
+    /// The user who is charged: of a subordinate user id, its owner.
+    fn owner(&self) -> u32;
 
     /// Charges `bytes` in all. False if that is more than the owner may have; then the charge is as before.
     fn set(&self, bytes: u64) -> bool;
@@ -51,7 +51,7 @@ impl StampBudget {
         Self { charges, dense }
     }
 
-    pub(super) fn owner(&self) -> Option<u32> {
+    pub(super) fn owner(&self) -> u32 {
         self.charges.owner()
     }
 
@@ -111,8 +111,8 @@ pub(in crate::tracking) mod tests {
     pub(in crate::tracking) struct Unlimited;
 
     impl StampCharges for Unlimited {
-        fn owner(&self) -> Option<u32> {
-            None
+        fn owner(&self) -> u32 {
+            0
         }
 
         fn set(&self, _: u64) -> bool {
@@ -140,8 +140,8 @@ pub(in crate::tracking) mod tests {
     }
 
     impl StampCharges for AtMost {
-        fn owner(&self) -> Option<u32> {
-            None
+        fn owner(&self) -> u32 {
+            0
         }
 
         fn set(&self, bytes: u64) -> bool {

@@ -1,17 +1,14 @@
-//! Finds swapped pages by cachestat, which counts pages in memory and in swap, and takes no lock that a client can hold.
+//! Finds swapped pages by cachestat, which counts pages in the page cache and in swap, and takes no lock that a client can hold.
 //!
-//! For each block, mincore is read first. In each run of pages that are not in memory, the counts show whether all of them are swapped,
-//! all are in the page cache, or none is either. Else each half of the run is counted. Pages that came into memory meanwhile are read
-//! again. So each page has the state that it had at one moment of the scan:
+//! mincore reads which pages of a block are in memory. Each run of other pages is counted: if all of them are in the same state, that is
+//! known, else each half of the run is counted. So each page has a state that it had at one moment of the scan:
 //!
 //! ```text
-//!   mincore         cachestat     mincore
-//!   in memory                                    resident
-//!   not in memory   swapped                      swapped
-//!   not in memory   none                         hole
-//!   not in memory   in the cache  in memory      resident: it was swapped in, or written
-//!   not in memory   in the cache  not in memory  read again: it may be swapped. If that repeats, it was allocated and never written:
-//!                                                a hole, as for SEEK_DATA
+//!   mincore         cachestat           state
+//!   in memory                           resident
+//!   not in memory   in swap             swapped
+//!   not in memory   in the page cache   resident: it came into memory, or was allocated and never written
+//!   not in memory   neither             hole
 //! ```
 
 use std::os::fd::BorrowedFd;
@@ -24,14 +21,11 @@ use super::{in_core, is_offset, set};
 use crate::pages::{BLOCK_LEAVES, BLOCK_PAGES, Bits, BlockBuilder, BlockIndex, BlockRange, Plane};
 use crate::probe::interface::{ScanError, ScanOutput, ScanTarget};
 
-/// Limit on the readings of a page that cachestat finds in the page cache, and mincore does not find in memory. After it, the page counts
-/// as allocated and never written. One that was swapped in and out again during each reading would be misreported.
-const MAX_READINGS: usize = 3;
+/// Blocks that one call counts. It visits each of their pages that holds data, some 30 ns each.
+const MAX_COUNTED_BLOCKS: u64 = 256;
 
-/// A part of a file with more blocks is counted as a whole first: most of it has no data.
-const MAX_PART_BLOCKS: u64 = 1 << 16;
-
-const NONE: Plane = [0; BLOCK_LEAVES];
+/// Blocks with more pages on average are read one by one: to count their halves first would take as long as mincore.
+const DENSE_PAGES: u64 = BLOCK_PAGES / 8;
 
 /// True if cachestat counts the pages of this file.
 pub(super) fn are_available(fd: BorrowedFd<'_>) -> bool {
@@ -44,23 +38,28 @@ pub(super) fn scan(
     is_cancelled: &(dyn Fn() -> bool + Sync),
     out: &mut ScanOutput,
 ) -> Result<(), ScanError> {
+    let go_on = || if is_cancelled() { Err(ScanError::Cancelled) } else { Ok(()) };
     let mut builder = BlockBuilder::default();
-    // The first part last.
-    let mut parts = vec![range];
-    while let Some(part) = parts.pop() {
-        if part.len() > MAX_PART_BLOCKS {
-            if count(target, part.pages())? != CacheCounts::default() {
+    for counted in range.parts(MAX_COUNTED_BLOCKS) {
+        // The first part last.
+        let mut parts = vec![counted];
+        while let Some(part) = parts.pop() {
+            go_on()?;
+            let CacheCounts { cached, evicted } = count(target, part.pages())?;
+            let pages = cached + evicted;
+            if pages == 0 {
+                continue;
+            }
+            if part.len() > 1 && pages < part.len() * DENSE_PAGES {
                 let halves: Vec<_> = part.parts(part.len().div_ceil(2)).collect();
                 parts.extend(halves.into_iter().rev());
+                continue;
             }
-            continue;
-        }
-        for index in (part.start().0..part.end().0).map(BlockIndex) {
-            if is_cancelled() {
-                return Err(ScanError::Cancelled);
+            for index in (part.start().0..part.end().0).map(BlockIndex) {
+                go_on()?;
+                read_block(target, index, &mut builder)?;
+                out.blocks.extend(builder.finish().map(|block| (index, block)));
             }
-            read_block(target, index, &mut builder)?;
-            out.blocks.extend(builder.finish().map(|block| (index, block)));
         }
     }
     Ok(())
@@ -72,47 +71,38 @@ fn read_block(
     index: BlockIndex,
     builder: &mut BlockBuilder,
 ) -> Result<(), ScanError> {
-    let pages = index.pages().intersect(PageRange::first(target.file_pages));
-    if count(target, pages)? == CacheCounts::default() {
-        return Ok(());
-    }
-    let mut resident = in_core(target, index)?;
-    let mut missing = NONE;
-    set(&mut missing, 0, pages.len());
-    missing = and_not(&missing, &resident);
-    let mut swapped = NONE;
-    for _ in 0..MAX_READINGS {
-        let found = find(target, index, &missing)?;
-        swapped = or(&swapped, &found.swapped);
-        if found.cached == NONE {
-            break;
-        }
-        let now = in_core(target, index)?;
-        missing = and_not(&found.cached, &now);
-        resident = or(&resident, &and_not(&found.cached, &missing));
-    }
+    let first = index.first_page();
+    let mut in_file = [0; BLOCK_LEAVES];
+    set(&mut in_file, 0, index.pages().intersect(PageRange::first(target.file_pages)).len());
+    let in_memory = in_core(target, index)?;
+    let missing = std::array::from_fn(|leaf| in_file[leaf] & !in_memory[leaf]);
+    let missing = find(&missing, |start, end| count(target, PageRange::at(first.plus(start), end - start)))?;
     for leaf in 0..BLOCK_LEAVES {
-        builder.leaf(leaf, resident[leaf] | swapped[leaf], swapped[leaf], 0);
+        let resident = in_file[leaf] & in_memory[leaf] | missing.cached[leaf];
+        builder.leaf(leaf, resident | missing.swapped[leaf], missing.swapped[leaf], 0);
     }
     Ok(())
 }
 
 /// Pages of a block that mincore does not find in memory. Those in neither set are holes.
-struct MissingPages {
-    swapped: Plane,
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct MissingPages {
+    pub(super) swapped: Plane,
     /// In the page cache.
-    cached: Plane,
+    pub(super) cached: Plane,
 }
 
-/// Finds the `missing` pages of a block.
-fn find(target: &ScanTarget<'_>, index: BlockIndex, missing: &Plane) -> Result<MissingPages, SyscallError> {
-    let mut found = MissingPages { swapped: NONE, cached: NONE };
-    // Parts of runs, as pages of the block.
+/// Finds the states of the `missing` pages of a block. `count` counts the pages from the first to before the second one of the block.
+/// Pure except for `count`.
+pub(super) fn find(
+    missing: &Plane,
+    mut count: impl FnMut(u64, u64) -> Result<CacheCounts, SyscallError>,
+) -> Result<MissingPages, SyscallError> {
+    let mut found = MissingPages { swapped: [0; BLOCK_LEAVES], cached: [0; BLOCK_LEAVES] };
     let mut parts = runs(missing);
     while let Some((start, end)) = parts.pop() {
         let len = end - start;
-        let CacheCounts { cached, evicted } =
-            count(target, PageRange::at(index.first_page().plus(start), len))?;
+        let CacheCounts { cached, evicted } = count(start, end)?;
         if evicted >= len {
             set(&mut found.swapped, start, end);
         } else if cached >= len {
@@ -149,12 +139,4 @@ fn count(target: &ScanTarget<'_>, pages: PageRange) -> Result<CacheCounts, Sysca
         }
         _ => Ok(CacheCounts::default()),
     }
-}
-
-fn or(one: &Plane, other: &Plane) -> Plane {
-    std::array::from_fn(|leaf| one[leaf] | other[leaf])
-}
-
-fn and_not(one: &Plane, other: &Plane) -> Plane {
-    std::array::from_fn(|leaf| one[leaf] & !other[leaf])
 }

@@ -39,7 +39,7 @@ impl LoopDevices {
         let search = SearchProcesses::new(
             "the backing files of loop devices",
             Capabilities::empty(),
-            SearchLimits { all: 1, per_user: 1 },
+            SearchLimits { all: 1, per_owner: 1 },
             MIN_RETRY_INTERVAL,
         );
         let scan = |pagemap: Pagemap| pagemap.scan(AddressRange::default(), ScanFlags::empty(), &mut []);
@@ -73,8 +73,8 @@ impl LoopDevices {
             return None;
         }
         let arguments = [search::ARGUMENT, &std::process::id().to_string()];
-        // The answer is for all users who wait.
-        self.search.search(None, arguments, SEARCH_TIMEOUT, search_process::inodes_of)
+        // Each one reads all devices, for all who wait.
+        self.search.search(0, arguments, SEARCH_TIMEOUT, search_process::inodes_of)
     }
 }
 

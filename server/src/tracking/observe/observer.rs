@@ -323,8 +323,8 @@ impl Observer {
         spaces.intact_vmas(self.file)
     }
 
-    /// The writable mappings in all processes. `owner`: the user who is charged for the file; `None`: an administrator.
-    pub(crate) fn find_mappers(&self, owner: Option<u32>) -> MapperAudit {
+    /// The writable mappings in all processes. `owner`: the user who is charged for the file.
+    pub(crate) fn find_mappers(&self, owner: u32) -> MapperAudit {
         let fd = self.source().fd.as_fd();
         mappers::find(&*self.probe, fd, self.file, owner, self.sources.mapper_search())
     }

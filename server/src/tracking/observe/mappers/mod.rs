@@ -21,7 +21,7 @@ use self::search::WritableMapping;
 use super::holder::Worker;
 use super::observation::{Completeness, Mapper, MapperAudit};
 use crate::own_program::search_process::SearchProcesses;
-use crate::own_program::search_turns::{SearchLimits, SearchUser};
+use crate::own_program::search_turns::SearchLimits;
 use crate::probe::{FileVma, MapperWalk, Probe};
 use crate::tracking::mapping::MappedFile;
 
@@ -29,17 +29,17 @@ use crate::tracking::mapping::MappedFile;
 const SEARCH_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Searches at the same time, and those of them for files of one owner.
-const LIMITS: SearchLimits = SearchLimits { all: 16, per_user: 4 };
+const LIMITS: SearchLimits = SearchLimits { all: 16, per_owner: 8 };
 
-/// Finds the writable mappings of `file`; `fd` is a descriptor of it, and `user` its owner.
+/// Finds the writable mappings of `file`; `fd` is a descriptor of it, and `owner` the user who is charged for it.
 pub(super) fn find(
     probe: &dyn Probe,
     fd: BorrowedFd<'_>,
     file: MappedFile,
-    user: SearchUser,
+    owner: u32,
     search: &MapperSearch,
 ) -> MapperAudit {
-    let audit = |file| search.audit(file, user);
+    let audit = |file| search.audit(file, owner);
     match probe.mappers(fd) {
         Ok(MapperWalk::Found(vmas)) => {
             let writable = vmas.iter().filter(|vma| vma.writable);
@@ -76,8 +76,8 @@ impl MapperSearch {
         }
     }
 
-    fn audit(&self, file: MappedFile, user: SearchUser) -> MapperAudit {
-        let Audited { found, incomplete } = self.read_all(file, user);
+    fn audit(&self, file: MappedFile, owner: u32) -> MapperAudit {
+        let Audited { found, incomplete } = self.read_all(file, owner);
         // Outside the initial pid namespace, further processes may exist.
         let incomplete = incomplete || !is_in_initial_pid_namespace();
         let mapper = |found: WritableMapping| {
@@ -89,17 +89,13 @@ impl MapperSearch {
         MapperAudit { mappers, completeness: Completeness::Counted { incomplete } }
     }
 
-    fn read_all(
-        &self,
-        MappedFile { device, inode, .. }: MappedFile,
-        user: SearchUser,
-    ) -> Audited<WritableMapping> {
+    fn read_all(&self, MappedFile { device, inode, .. }: MappedFile, owner: u32) -> Audited<WritableMapping> {
         if self.worker == Worker::Thread {
             return search::read_all((device, inode));
         }
         let numbers = [u64::from(std::process::id()), device, inode].map(|number| number.to_string());
         let arguments = [search::ARGUMENT, &numbers[0], &numbers[1], &numbers[2]];
         let nothing = || Audited { found: Vec::new(), incomplete: true };
-        self.search.search(user, arguments, SEARCH_TIMEOUT, search::parse).unwrap_or_else(nothing)
+        self.search.search(owner, arguments, SEARCH_TIMEOUT, search::parse).unwrap_or_else(nothing)
     }
 }

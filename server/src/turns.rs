@@ -13,7 +13,7 @@ use fdmap_proto::units::FileId;
 
 /// The thread that a call needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Thread {
+pub(crate) enum Thread {
     /// One that no limit counts.
     Unlimited,
     User(u32),
@@ -23,7 +23,7 @@ pub(super) enum Thread {
 
 impl Thread {
     /// Whose limit counts it.
-    pub(super) const fn user(self) -> Option<u32> {
+    pub(crate) const fn user(self) -> Option<u32> {
         match self {
             Self::Unlimited => None,
             Self::User(user) | Self::End(user) => Some(user),
@@ -46,7 +46,7 @@ pub(crate) enum FileUse {
 }
 
 impl FileUse {
-    pub(super) const fn file(self) -> FileId {
+    pub(crate) const fn file(self) -> FileId {
         match self {
             Self::Generations(file) | Self::Scan(file) => file,
         }
@@ -55,17 +55,17 @@ impl FileUse {
 
 /// What a call has while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Needs {
-    pub(super) thread: Thread,
+pub(crate) struct Needs {
+    pub(crate) thread: Thread,
     /// The use of a file for which it takes turns with others.
-    pub(super) turn: Option<FileUse>,
+    pub(crate) turn: Option<FileUse>,
     /// It continues an earlier call.
-    pub(super) continues: bool,
+    pub(crate) continues: bool,
 }
 
 /// Threads that users share.
 #[derive(Debug)]
-pub(super) struct Threads {
+pub(crate) struct Threads {
     max_per_user: u32,
     max: u32,
     /// Users without a running call have no entry.
@@ -75,7 +75,7 @@ pub(super) struct Threads {
 
 /// The calls that run, and those that wait as `W`.
 #[derive(Debug)]
-pub(super) struct Turns<W> {
+pub(crate) struct Turns<W> {
     users: Threads,
     ends: Threads,
     /// Uses of files that calls have, or wait for.
@@ -106,7 +106,7 @@ struct FileTurns {
 }
 
 impl Threads {
-    pub(super) fn new(max_per_user: u32, max: u32) -> Self {
+    pub(crate) fn new(max_per_user: u32, max: u32) -> Self {
         Self { max_per_user, max, by_user: HashMap::new(), running: 0 }
     }
 
@@ -137,12 +137,12 @@ impl Threads {
 }
 
 impl<W> Turns<W> {
-    pub(super) fn new(users: Threads, ends: Threads) -> Self {
+    pub(crate) fn new(users: Threads, ends: Threads) -> Self {
         Self { users, ends, files: HashMap::new(), started: 0, last: 0, waiting: VecDeque::new() }
     }
 
     /// Starts a call, and returns `waiter`, or lets it wait, and returns its number.
-    pub(super) fn start(&mut self, needs: Needs, waiter: W) -> Result<W, u64> {
+    pub(crate) fn start(&mut self, needs: Needs, waiter: W) -> Result<W, u64> {
         if self.can_run(needs) {
             self.take(needs);
             return Ok(waiter);
@@ -156,7 +156,7 @@ impl<W> Turns<W> {
     }
 
     /// Ends a call. Returns those that start now.
-    pub(super) fn end(&mut self, ended: Needs) -> Vec<(Needs, W)> {
+    pub(crate) fn end(&mut self, ended: Needs) -> Vec<(Needs, W)> {
         if let Some(turns) = ended.turn.and_then(|turn| self.files.get_mut(&turn)) {
             turns.is_in_use = false;
         }
@@ -175,7 +175,7 @@ impl<W> Turns<W> {
     }
 
     /// Removes a call that waits. Does nothing if it has started.
-    pub(super) fn cancel(&mut self, number: u64) {
+    pub(crate) fn cancel(&mut self, number: u64) {
         if let Ok(at) = self.waiting.binary_search_by_key(&number, |waiting| waiting.number) {
             self.remove(at);
         }
@@ -262,13 +262,13 @@ impl<W> Turns<W> {
     }
 
     #[cfg(test)]
-    pub(super) const fn running_ends(&self) -> u32 {
+    pub(crate) const fn running_ends(&self) -> u32 {
         self.ends.running
     }
 
     /// True if no call runs or waits.
     #[cfg(test)]
-    pub(super) fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         let has_none = |threads: &Threads| threads.by_user.is_empty() && threads.running == 0;
         self.waiting.is_empty() && self.files.is_empty() && has_none(&self.users) && has_none(&self.ends)
     }
