@@ -23,7 +23,7 @@ use serde::{Serialize, Serializer};
 pub enum ProbeKind {
     /// A BPF program walks the page cache XArray of the file.
     Xarray,
-    /// `SEEK_DATA`/`SEEK_HOLE` and mincore(2).
+    /// mincore(2), and cachestat(2) or `lseek(SEEK_DATA)`.
     Syscalls,
 }
 

@@ -17,6 +17,7 @@ use fdmap_tests::hugepages::shmem_thp;
 use fdmap_tests::pattern::mix;
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
+use fdmap_tests::{HarnessError, HarnessResult};
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -219,14 +220,18 @@ impl Seen {
 }
 
 fn scan(probe: &dyn Probe, file: &File) -> ScanOutput {
+    scan_all(probe, file.fd.as_fd(), PAGES)
+}
+
+fn scan_all(probe: &dyn Probe, fd: BorrowedFd<'_>, pages: u64) -> ScanOutput {
     let target = ScanTarget {
-        fd: file.fd.as_fd(),
+        fd,
         page_size: PageSize::new(PAGE as u64).unwrap(),
-        file_pages: PAGES,
+        file_pages: pages,
         hugetlb_order: None,
     };
     let mut out = ScanOutput::default();
-    let range = BlockRange::around(PageRange::at(PageIndex(0), PAGES));
+    let range = BlockRange::around(PageRange::at(PageIndex(0), pages));
     probe.scan(&target, range, ScanOptions::default(), &|| false, &mut out).unwrap();
     assert_eq!(out.uncertainty.unsettled_leaves, 0, "leaves settle within some milliseconds");
     out
@@ -239,11 +244,64 @@ fn scan_by_xarray_reports_no_state_that_a_page_never_had() {
 
 #[test]
 fn scan_by_syscalls_reports_no_state_that_a_page_never_had() {
-    // lseek(2) cannot detect each change.
-    let memfd = memfd::create("counted", None).unwrap();
-    if cachestat::count(memfd.as_fd(), 0, 1).is_ok() {
-        assert_only_states_that_pages_had(&SyscallsProbe, 50);
-    }
+    require(counting());
+    assert_only_states_that_pages_had(&SyscallsProbe, 50);
+}
+
+/// Without it, the syscalls probe uses lseek(2), which cannot detect each change.
+fn counting() -> HarnessResult<()> {
+    let memfd = memfd::create("counted", None)?;
+    let counted = cachestat::count(memfd.as_fd(), 0, 1);
+    counted.map(drop).map_err(|error| HarnessError::Missing(error.to_string()))
+}
+
+/// Each scan takes as long as some moves of the pages.
+#[test]
+fn pages_that_move_between_memory_and_swap_all_the_time_are_no_holes() {
+    const MOVED: usize = 8;
+    let _host = HostLock::acquire().unwrap();
+    require(counting());
+    let _swap = require(Swap::make(1 << 30, SwapKind::Any));
+    let xarray = XarrayProbe::load().unwrap();
+    let fd = memfd::create("moving", None).unwrap();
+    memfd::resize(fd.as_fd(), (MOVED * PAGE) as u64).unwrap();
+    let mapping = RawMapping::shared(fd.as_fd(), 0, MOVED * PAGE).unwrap();
+    (0..MOVED).for_each(|page| write(&mapping, page * PAGE));
+    let is_over = AtomicBool::new(false);
+    let move_page = |page: usize| {
+        while !is_over.load(Ordering::Relaxed) {
+            // Not always: a call fails where a page is busy.
+            let _ = mapping.advise(page * PAGE, PAGE, MADV_PAGEOUT);
+            mapping.read(page * PAGE).unwrap();
+        }
+    };
+    let (mut swapped, mut resident) = (0, 0);
+    std::thread::scope(|scope| {
+        for page in 0..MOVED {
+            scope.spawn(move || move_page(page));
+        }
+        let scans = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let began = Instant::now();
+            while began.elapsed() < Duration::from_secs(5) {
+                for probe in [&xarray as &dyn Probe, &SyscallsProbe] {
+                    let [(_, block)] = &scan_all(probe, fd.as_fd(), MOVED as u64).blocks[..] else {
+                        panic!("{:?}: no page has data", probe.kind());
+                    };
+                    for page in 0..MOVED as u64 {
+                        match block.state(page) {
+                            PageState::Swapped => swapped += 1,
+                            PageState::Resident => resident += 1,
+                            other => panic!("{:?}: page {page} is {other:?}", probe.kind()),
+                        }
+                    }
+                }
+            }
+        }));
+        is_over.store(true, Ordering::Relaxed);
+        scans.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+    println!("{swapped} swapped, {resident} resident");
+    assert!(swapped > 0 && resident > 0, "{swapped} swapped, {resident} resident");
 }
 
 fn assert_only_states_that_pages_had(probe: &dyn Probe, min_scans: u64) {
